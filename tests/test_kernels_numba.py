@@ -240,8 +240,8 @@ def test_exponentials_and_tangents_are_accurate() -> None:
 
 
 @numba.njit
-def _weigh(s: int, count: int, m_i: int, l_i: int, out: int, repeats: int) -> int:
-    return _softmax.weigh(s, count, count, 0, m_i, l_i, out, 2 * LANES, repeats)
+def _weigh(s: int, count: int, m_i: int, l_i: int, out: int) -> int:
+    return _softmax.weigh(s, count, count, 0, m_i, l_i, out, 2 * LANES)
 
 
 def test_four_rows_are_weighed_at_once() -> None:
@@ -253,7 +253,7 @@ def test_four_rows_are_weighed_at_once() -> None:
     logits[3, 5] = 40
     m_i, l_i = np.array([9, -np.inf, -np.inf, 2], np.float32), np.array([1, 0, 0, 3], np.float32)
     out, s = np.ones((4, 2 * LANES), np.float32), logits.copy()
-    bits = _weigh(s.ctypes.data, count, m_i.ctypes.data, l_i.ctypes.data, out.ctypes.data, 1)
+    bits = _weigh(s.ctypes.data, count, m_i.ctypes.data, l_i.ctypes.data, out.ctypes.data)
     high = np.array([9, -np.inf, np.nanmax(logits[2]), 40], np.float32)
     assert np.array_equal(m_i, high)
     base = np.array([9, 0, 0, 40])[:, None]
@@ -263,11 +263,8 @@ def test_four_rows_are_weighed_at_once() -> None:
     assert np.array_equal(out[[0, 3]], np.repeat(np.array([[1], [2.0**-38]], np.float32), 2 * LANES, 1))
     assert bits == 0b1000
 
-    flat, many = np.zeros((4, count), np.float32), np.full(4, 0, np.float32)
-    for repeats, expected in ((1, 0), (count // 64 + 1, 0b1111)):
-        state = np.full(4, -np.inf, np.float32)
-        s, l_i = flat.copy(), many.copy()
-        assert _weigh(s.ctypes.data, count, state.ctypes.data, l_i.ctypes.data, out.ctypes.data, repeats) == expected
+    m_i, l_i, s = np.full(4, -np.inf, np.float32), np.zeros(4, np.float32), np.zeros((4, count), np.float32)
+    assert _weigh(s.ctypes.data, count, m_i.ctypes.data, l_i.ctypes.data, out.ctypes.data) == 0  # many equal weights
 
 
 @pytest.mark.parametrize("cache_format", ["plain", "fp8_v4", "fp8_v41", "fp4_v41"])
@@ -286,7 +283,7 @@ def test_a_key_that_a_list_names_often_keeps_its_weight(cache_format: str) -> No
     rows = stored if cache_format == "plain" else dequantize_mla_cache(stored, cache_format, dtype="float32")
     exact, _ = mla_decode(q.float(), rows.float(), backend="reference", **given)
     found, _ = mla_decode(q, stored, backend="numba", **given)
-    assert (found - exact).abs().max() < 2e-4 * exact.abs().max()
+    assert (found - exact).abs().max() < 2e-5 * exact.abs().max()
 
 
 def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:
@@ -683,14 +680,12 @@ def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_wei
 
 
 def test_a_key_that_is_listed_often_rounds_no_worse() -> None:
-    """Errors of equal weights would not cancel out: they would reach 1.6e-3 here."""
-    generator = torch.Generator().manual_seed(0)
-    q, rows = (torch.randn(*shape, 576, generator=generator).bfloat16() for shape in ((2, 1, 5), (4, 1, 1)))
-    indices = torch.randint(0, 4, (2, 1, 600), generator=generator).int()
+    """Errors of equal weights would not cancel out."""
+    q, rows = torch.randn(2, 1, 5, 576).bfloat16(), torch.randn(4, 1, 1, 576).bfloat16()
+    indices = torch.randint(0, 4, (2, 1, 600)).int()
     options: dict[str, Any] = {"indices": indices, "soft_cap": 1.5, "out_dtype": torch.float32, "backend": "numba"}
     out, _ = mla_decode(q, rows, None, None, **options)
-    expected, _ = mla_decode(q.float(), rows.float(), None, None, **options)
-    assert (out - expected).abs().max() < 2e-4 * expected.abs().max()
+    assert agrees(out, mla_decode(q.float(), rows.float(), None, None, **options)[0], "float32")
 
 
 def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_threads() -> None:

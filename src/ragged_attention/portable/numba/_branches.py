@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba.core import types
 from numba.core.typing.templates import Signature, signature
 
-from ragged_attention.portable.numba._vectors import I64, element, intrinsic_of
+from ragged_attention.portable.numba._vectors import I64, element, intrinsic_of, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ def branch(*needed_by: str, result: types.Type = types.none) -> Callable[[Callab
         def typed(call: Any, *others: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 record = builder.ptrtoint(values[0], I64)
-                address = builder.load(element(builder, record, ir.Constant(I64, call.offset(made.name) // 8), I64))
+                address = builder.load(element(builder, record, number(call.offset(made.name) // 8), I64))
                 kind = ir.FunctionType(context.get_value_type(result), [value.type for value in values])
                 return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
 

@@ -148,7 +148,7 @@ def _optimise_once(library: Any, entry: str) -> None:
 
 @contextlib.contextmanager
 def _without_collection() -> Iterator[None]:
-    """A context in which Python looks for no cycles to collect, which takes half of the time that Numba needs."""
+    """A context without Python's search for cyclic garbage, which would take as long as Numba's own work."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -4,10 +4,9 @@ Kernels get a format as a code at run time, so each kernel is compiled once for 
 as they are read, and narrowed as they are written.
 """
 
-import contextlib
 import functools
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -279,14 +278,14 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
     for part in range(2):
         some = shuffled(builder, list(range(part * LANES, (part + 1) * LANES)), codes)
         value = _from_half(builder, some) if CONVERTS_HALVES else _from_e4m3(builder, some)
-        place = element(builder, target, builder.add(index, ir.Constant(I64, part * LANES)), F32)
+        place = element(builder, target, builder.add(index, number(part * LANES)), F32)
         store_aligned(builder, builder.fmul(value, factor), place, 4)
 
 
 def nibbles(builder: Any, source: Any, index: Any) -> Any:
     """A vector of 4-bit codes, the low half of a byte first."""
     kind = ir.VectorType(I8, LANES // 2)
-    first = builder.lshr(index, ir.Constant(I64, 1))
+    first = builder.lshr(index, number(1))
     stored = load_aligned(builder, element(builder, source, first, I8), kind, 1)
     twice = shuffled(builder, [lane // 2 for lane in range(LANES)], stored)
     codes = builder.lshr(builder.zext(twice, INTS), ir.Constant(INTS, [lane % 2 * 4 for lane in range(LANES)]))
@@ -311,20 +310,9 @@ def size_of(code):
     return 4 if code == FLOAT32 else 2 if code <= FLOAT16 else 1
 
 
-@contextlib.contextmanager
-def _indices(builder: Any, start: Any, stop: Any, step: int) -> Iterator[Any]:
+def _indices(builder: Any, start: Any, stop: Any, step: int) -> Any:
     """A loop over the indices from `start` up to `stop`, `step` apart; what is emitted in the context is its body."""
-    before, (head, body, end) = builder.block, (builder.append_basic_block(name) for name in ("head", "body", "end"))
-    builder.branch(head)
-    builder.position_at_end(head)
-    index = builder.phi(I64)
-    index.add_incoming(start, before)
-    builder.cbranch(builder.icmp_signed("<", index, stop), body, end)
-    builder.position_at_end(body)
-    yield index
-    index.add_incoming(builder.add(index, ir.Constant(I64, step), flags=["nsw"]), builder.block)
-    builder.branch(head)
-    builder.position_at_end(end)
+    return cgutils.for_range_slice(builder, start, stop, number(step))
 
 
 def _by_code(
@@ -363,7 +351,7 @@ def _by_code(
 
 def _widening(read: Any) -> Any:
     def widen_vectors(builder: Any, source: Any, target: Any, count: Any) -> None:
-        with _indices(builder, ir.Constant(I64, 0), count, LANES) as index:
+        with _indices(builder, number(0), count, LANES) as (index, _):
             store_aligned(builder, read(builder, source, index), element(builder, target, index, F32), 4)
 
     return widen_vectors
@@ -371,7 +359,7 @@ def _widening(read: Any) -> Any:
 
 def _narrowing(write: Any) -> Any:
     def narrow_vectors(builder: Any, source: Any, target: Any, count: Any, divisor: Any, divided: Any) -> None:
-        with _indices(builder, ir.Constant(I64, 0), count, LANES) as index:
+        with _indices(builder, number(0), count, LANES) as (index, _):
             write(builder, target, index, _over(builder, source, index, divisor, divided))
 
     return narrow_vectors
@@ -511,7 +499,7 @@ def pairs_of_four_e4m3(builder: Any, source: Any, index: Any, target: Any, strid
         else:
             both = (shuffled(builder, list(range(2 * half + byte, 4 * LANES, 4)), codes) for byte in range(2))
             pairs = join(builder, *(_from_e4m3(builder, each) for each in both))
-        place = builder.add(index, builder.mul(stride, ir.Constant(I64, half)))
+        place = builder.add(index, builder.mul(stride, number(half)))
         store_aligned(builder, pairs, element(builder, target, place, F32), 4)
 
 
@@ -545,11 +533,11 @@ def _over_rows(write: Any) -> Any:
     """
 
     def pair_rows(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
-        whole = builder.and_(count, ir.Constant(I64, -4 * LANES))
-        with _indices(builder, ir.Constant(I64, 0), whole, 4 * LANES) as index:
+        whole = builder.and_(count, number(-4 * LANES))
+        with _indices(builder, number(0), whole, 4 * LANES) as (index, _):
             for part in range(4):
-                write(builder, first, second, target, builder.add(index, ir.Constant(I64, part * LANES)))
-        with _indices(builder, whole, count, LANES) as index:
+                write(builder, first, second, target, builder.add(index, number(part * LANES)))
+        with _indices(builder, whole, count, LANES) as (index, _):
             write(builder, first, second, target, index)
 
     return pair_rows
@@ -558,7 +546,7 @@ def _over_rows(write: Any) -> Any:
 def _rows_of_bfloat16(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
     """What emits the pairs of two rows of bfloat16: two vectors of pairs from one vector of each row."""
     whole, pair_at = builder.and_(count, number(-4 * LANES)), _pairs_by_reading(READS[BFLOAT16])
-    with _indices(builder, number(0), whole, 4 * LANES) as index:
+    with _indices(builder, number(0), whole, 4 * LANES) as (index, _):
         for part in range(0, 4 * LANES, 2 * LANES):
             column = builder.add(index, number(part))
             place = builder.lshr(column, number(1))
@@ -566,7 +554,7 @@ def _rows_of_bfloat16(builder: Any, first: Any, second: Any, target: Any, count:
             for half in (0, LANES):
                 at = element(builder, target, builder.add(column, number(half)), F32)
                 store_aligned(builder, interleaved(builder, a, b, half), at, 4)
-    with _indices(builder, whole, count, LANES) as index:
+    with _indices(builder, whole, count, LANES) as (index, _):
         pair_at(builder, first, second, target, index)
 
 
@@ -574,7 +562,7 @@ def _over_keys(pair_rows: Any, size: int) -> Any:
     """What emits `pair_rows` for the halves of each row of a list, whose numbers have `size` bytes."""
 
     def pair_keys(builder: Any, sources: Any, target: Any, width: Any, count: Any) -> None:
-        with _indices(builder, number(0), count, 1) as key:
+        with _indices(builder, number(0), count, 1) as (key, _):
             source = builder.load(element(builder, sources, key, I64))
             with builder.if_then(builder.icmp_signed("!=", source, number(0))):
                 behind = builder.add(source, builder.mul(width, number(size)))
@@ -589,7 +577,7 @@ def _over_values(pair_rows: Any) -> Any:
 
     def pair_values(builder: Any, sources: Any, target: Any, width: Any, columns: Any, count: Any) -> None:
         none = number(0)
-        with _indices(builder, none, count, 2) as key:
+        with _indices(builder, none, count, 2) as (key, _):
             after = builder.add(key, number(1))
             first, second = (builder.load(element(builder, sources, index, I64)) for index in (key, after))
             second = builder.select(builder.icmp_signed("<", after, count), second, none)

@@ -45,9 +45,9 @@ tile_at = record_at((*NUMBERS, *BUFFERS))
 def new_tile(rows, keys, width, v_width, latent, max_gaps, listed, paired):
     """Allocate a tile of zeros; returns its address, 0 if there is no memory.
 
-    In a `latent` tile a value is the beginning of its key's row. A `paired` tile has the queries and the gradients of
-    their results as bfloat16 too, of which the products with keys and values are made. `max_gaps` is the largest number
-    of gaps between the keys that a row sees. Rows are padded with zeros to the width that the products need. If
+    In a `latent` tile a value is the beginning of its key's row. A `paired` tile also holds the queries and the
+    gradients of their results as bfloat16, in which they are multiplied with keys and values. `max_gaps` is the largest
+    number of gaps between the keys that a row sees. Rows are padded with zeros to the width that the products need. If
     `listed`, there is room for a list of keys, and `dk` and `dv` have one row more, which nothing reads.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)

@@ -57,7 +57,7 @@ FIELDS = Fields(
     floats=("scale", "soft_cap", "work"),
     branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps),
 )  # fmt: skip
-NO_KEY, COUNT_BITS = -1, 28  # of an entry of the table of a list's keys: no key, and the bits that count
+NO_KEY = -1  # an empty entry of the table of a list's keys
 SCATTER = 0x9E3779B1  # the golden ratio in 32 bits: multiples of it scatter evenly
 call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "extra_")
 
@@ -251,7 +251,7 @@ def list_next(call, tile, unit, head, first, count, length):
 
 @inlined
 def table_size(call):
-    """The number of entries of the table for `repeats_of`: a power of two, twice as many as the lists may name."""
+    """The number of entries of the table for `repeats_a_key`: a power of two, twice as many as the lists may name."""
     size = 64
     while size < 2 * (call.length + call.extra_length):
         size *= 2
@@ -259,13 +259,13 @@ def table_size(call):
 
 
 @compiled
-def repeats_of(call, table, unit, head):
-    """How often the lists of a unit's token name the key that they name most often.
+def repeats_a_key(call, table, unit, head):
+    """Whether the lists of a unit's token name a key more than once.
 
-    An entry of the table holds a key, NO_KEY at first, and how often it has been found. A key's entry is the first one
-    with it, or without any, from a place on that a multiplication scatters.
+    The table is a hash table of the keys so far: a key's entry is the first one that is empty or has it, from a place
+    on that a multiplication scatters.
     """
-    (length, others), size, most = lengths_of(call, unit.seq, unit.token), table_size(call), 1
+    (length, others), size = lengths_of(call, unit.seq, unit.token), table_size(call)
     for entry in range(size):
         set_int(table, entry, NO_KEY)
     for position in range(length + others):
@@ -276,13 +276,13 @@ def repeats_of(call, table, unit, head):
         key += 0 if position < length else 1
         entry = (key * SCATTER >> 20) & (size - 1)
         found = int_at(table, entry)
-        while found != NO_KEY and found >> COUNT_BITS != key:
+        while found != NO_KEY and found != key:
             entry = (entry + 1) & (size - 1)
             found = int_at(table, entry)
-        count = 1 if found == NO_KEY else (found & (1 << COUNT_BITS) - 1) + 1
-        set_int(table, entry, key << COUNT_BITS | count)
-        most = max(most, count)
-    return most
+        if found == key:
+            return True
+        set_int(table, entry, key)
+    return False
 
 
 @inlined
@@ -349,7 +349,7 @@ def attend(call, tile, unit, head, rows):
     first, stop, whole = _masks.seen_from(call, tokens, length, unit.low, unit.high)
     next_holes = list_seen(call, tile, unit, head, first, stop, whole, length)
     set_row_bytes(call, tile)
-    tile.repeats = repeats_of(call, tile.table, unit, head) if tile.paired and call.sparse else 1
+    tile.repeats = tile.paired and call.sparse and repeats_a_key(call, tile.table, unit, head)
     while first < stop:
         count, holes = min(tile.keys, stop - first), next_holes
         after = first + count

@@ -37,7 +37,7 @@ from ragged_attention.portable.numba._vectors import (
     store_totals,
 )
 
-COLUMNS = 2 * LANES  # columns are computed in multiples of so many
+COLUMNS = 2 * LANES  # the number of columns is a multiple of this
 # Vectors of columns computed together, as `benchmarks.cpu.blocks` finds best; AVX-512 has registers for four.
 WIDE = 4 if LANES == 16 else 2
 

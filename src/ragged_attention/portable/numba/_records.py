@@ -12,7 +12,6 @@ from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 
@@ -29,6 +28,7 @@ from ragged_attention.portable.numba._vectors import (
     inlined,
     int_at,
     join_thread,
+    number,
     release,
     set_int,
     start_thread,
@@ -79,7 +79,7 @@ def record_in(names: Sequence[str], prefix: str) -> Any:
         offset = call.offset(prefix + names[0])
 
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            address = builder.add(builder.ptrtoint(values[0], I64), ir.Constant(I64, offset))
+            address = builder.add(builder.ptrtoint(values[0], I64), number(offset))
             return builder.inttoptr(address, context.get_value_type(signature.return_type))
 
         return inner(call), generate

@@ -134,12 +134,12 @@ def multiply_weights(s, factors, count, row, l_i, means):
 
 
 @compiled
-def weigh(s, s_width, count, row, m_i, l_i, out, columns, repeats):
+def weigh(s, s_width, count, row, m_i, l_i, out, columns):
     """Replace the logits of ROWS rows, from row `row` on, by weights, and update the softmax state of these rows.
 
     `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit that is to
-    get no weight is NOTHING. A row may have the same key up to `repeats` times. Returns a bit for each row of whose
-    weight few keys have most, so that rounding weights to bfloat16 would show in the result.
+    get no weight is NOTHING. Returns a bit for each row of whose weight few keys have most, so that rounding weights to
+    bfloat16 would show in the result.
     """
     s0, s1, s2, s3 = s, s + 4 * s_width, s + 8 * s_width, s + 12 * s_width
     high0, high1, high2, high3 = load(s0, 0), load(s1, 0), load(s2, 0), load(s3, 0)
@@ -159,12 +159,8 @@ def weigh(s, s_width, count, row, m_i, l_i, out, columns, repeats):
         store(s2, index, c)
         store(s3, index, d)
         sum0, sum1, sum2, sum3 = sum0 + a, sum1 + b, sum2 + c, sum3 + d
-        square0, square1, square2, square3 = (
-            fma(a, a, square0),
-            fma(b, b, square1),
-            fma(c, c, square2),
-            fma(d, d, square3),
-        )
+        square0, square1 = fma(a, a, square0), fma(b, b, square1)
+        square2, square3 = fma(c, c, square2), fma(d, d, square3)
     raised = rows_above(new, old)
     if raised:
         alpha = exp2(old - base)
@@ -181,6 +177,5 @@ def weigh(s, s_width, count, row, m_i, l_i, out, columns, repeats):
     store_by_rows(l_i, row, weight)
     # All keys so far of a row are NaN, which no maximum shows, if it has weight but no largest logit.
     store_by_rows(m_i, row, where_less(nothing, new, new, where_less(weight, splat(np.inf), new, weight)))
-    return rows_above(
-        totals_by_rows(square0, square1, square2, square3) * splat(MANY * np.float32(repeats)), weight * weight
-    )
+    squares = totals_by_rows(square0, square1, square2, square3)
+    return rows_above(squares * splat(MANY), weight * weight)

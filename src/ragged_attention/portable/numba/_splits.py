@@ -83,9 +83,8 @@ def lister(divide, sizes_of, unit_bytes):
     @compiled
     def list_units(call):
         call.work, call.units = 0.0, 0
-        call.work = divide(
-            call, call.units
-        )  # this pass only finds the total work, on which the number of splits depends
+        # The first pass only finds the total work, on which the number of splits depends.
+        call.work = divide(call, call.units)
         divide(call, call.units)
         counters, floats = sizes_of(call)
         table = unit_bytes * call.num_units

@@ -4,10 +4,9 @@ A tile is a record, followed by the buffers whose addresses it holds. Queries, k
 rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paired` tile queries, keys, values and
 weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
 two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
-adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result.
-The rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` says for each group of ROWS
-rows whether it has any. A key that a list names several times, up to `repeats`, counts as one there, since its equal
-rounding errors add up. Each row sees no
+adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
+rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` says for each group of ROWS rows
+whether it has any. All rows do if a list `repeats` a key, whose equal rounding errors would add up. Each row sees no
 position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
 scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
 `k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`). Of a
@@ -103,7 +102,7 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
         return address
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
-    tile.s_width, tile.s_rows, tile.paired, tile.repeats, tile.ahead = s_width, s_rows, paired, 1, 0
+    tile.s_width, tile.s_rows, tile.paired, tile.repeats, tile.ahead = s_width, s_rows, paired, 0, 0
     tile.scale_bytes = 0
     zero(tile.zeros, 4 * columns)
     zero(tile.v, values)  # the places that pad a row stay 0
@@ -290,7 +289,7 @@ def weigh_rows(tile, rows, row, first, count):
             fill(s + 4 * each * tile.s_width, 0, whole, np.float32(0))
         return 0
     out = tile.out + 4 * row * tile.columns
-    few = weigh(s, tile.s_width, whole, row, tile.m_i, tile.l_i, out, tile.columns, tile.repeats)
+    few = weigh(s, tile.s_width, whole, row, tile.m_i, tile.l_i, out, tile.columns)
     return few & (1 << min(rows - row, ROWS)) - 1
 
 
@@ -311,6 +310,7 @@ def weigh_keys(tile, rows, first, count, holes, factors, rests):
         if factors:
             uneven = scale_weights(tile, row, min(row + ROWS, rows), factors, up_to(count, LANES))
         if tile.paired:
+            uneven |= tile.repeats
             set_int(tile.uneven, row // ROWS, uneven)
             round_rows(tile, row, uneven, up_to(count, LANES), rests)
 
@@ -417,11 +417,11 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
     `rests` is an address, its numbers are subtracted from all columns of the keys. A `soft_cap` of 0 means none;
     `factor` then includes log2(e).
     """
-    s_width = tile.s_width
+    s_width, factor = tile.s_width, np.float32(factor)
     if rows > FEW_ROWS:
-        multiply_many(tile, keys, rows, first, count, np.float32(factor))
+        multiply_many(tile, keys, rows, first, count, factor)
     else:
-        multiply_few(tile, keys, up_to(rows, ROWS), count, np.float32(factor))
+        multiply_few(tile, keys, up_to(rows, ROWS), count, factor)
     if rests:
         for row in range(rows):
             s = tile.s + 4 * row * s_width
@@ -437,8 +437,7 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
 @compiled
 def mix_values_in_place(tile, rows, count):
     """Add the weighted values of `count` keys, which lie in the cache as float32 in whole blocks of columns."""
-    for key in range(0, count, STEP):
-        prefetch_values(tile, key, key + STEP)
+    prefetch_values(tile, 0, tile.ahead)
     for key in range(count):
         if not int_at(tile.v_sources, key):
             set_int(tile.v_sources, key, tile.zeros)

@@ -209,10 +209,12 @@ def paired_high(builder: Any, a: Any, b: Any) -> Any:
     return interleaved(builder, a, b, LANES)
 
 
-@function_of(vector, vector, vector)
-def maximum(builder: Any, a: Any, b: Any) -> Any:
+def _larger(builder: Any, a: Any, b: Any) -> Any:
     """The larger number in each lane; b if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+
+maximum = function_of(vector, vector, vector)(_larger)
 
 
 @function_of(vector, vector, vector, vector, vector)
@@ -279,12 +281,6 @@ def total(builder: Any, a: Any) -> Any:
     return _folded(builder, a, builder.fadd)
 
 
-@function_of(types.float32, vector)
-def largest(builder: Any, a: Any) -> Any:
-    """The largest lane."""
-    return _folded(builder, a, lambda x, y: builder.select(builder.fcmp_ordered(">", x, y), x, y))
-
-
 def _larger_or_nan(builder: Any, a: Any, b: Any) -> Any:
     """The larger number in each lane; NaN if either is NaN."""
     larger = builder.select(builder.fcmp_ordered(">", a, b), a, b)
@@ -311,7 +307,9 @@ def _quads(*runs: int) -> list[int]:
     return [4 * run + lane for run in runs for lane in range(4)]
 
 
-ROWS = 4  # rows whose numbers `by_rows` and its kin hold in one vector
+# ---- numbers of four rows in one vector
+
+ROWS = 4
 SPAN = LANES // ROWS  # the lanes of a row there
 FEW = ir.VectorType(F32, ROWS)
 
@@ -332,10 +330,6 @@ def _by_rows(step: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
         return found
 
     return emit
-
-
-def _larger(builder: Any, a: Any, b: Any) -> Any:
-    return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
 totals_by_rows = function_of(vector, vector, vector, vector, vector)(_by_rows(lambda builder, a, b: builder.fadd(a, b)))
@@ -394,7 +388,7 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
     products = builder.fmul(sums[0], factor)
     for row in range(4):
         part = shuffled(builder, list(range(row * LANES // 4, (row + 1) * LANES // 4)), products)
-        store_aligned(builder, part, element(builder, address, builder.mul(stride, ir.Constant(I64, row)), F32), 4)
+        store_aligned(builder, part, element(builder, address, builder.mul(stride, number(row)), F32), 4)
 
 
 @function_of(types.none, *(types.int64,) * 6)
@@ -406,11 +400,11 @@ def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any
     """
     rows = []
     for index in range(LANES):
-        number = ir.Constant(I64, index)
-        exists = builder.icmp_signed("<", number, count)
-        listed = builder.load(builder.select(exists, element(builder, sources, number, I64),
-                                             element(builder, sources, ir.Constant(I64, 0), I64)))  # fmt: skip
-        exists = builder.and_(exists, builder.icmp_signed("!=", listed, ir.Constant(I64, 0)))
+        entry = number(index)
+        exists = builder.icmp_signed("<", entry, count)
+        listed = builder.load(builder.select(exists, element(builder, sources, entry, I64),
+                                             element(builder, sources, number(0), I64)))  # fmt: skip
+        exists = builder.and_(exists, builder.icmp_signed("!=", listed, number(0)))
         row = element(builder, builder.select(exists, listed, otherwise), place, F32)
         rows.append(load_aligned(builder, row, FLOATS, 4))
     step = LANES
@@ -422,7 +416,7 @@ def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any
                 a, b = rows[row], rows[row + step]
                 rows[row], rows[row + step] = shuffled(builder, upper, a, b), shuffled(builder, lower, a, b)
     for index, row in enumerate(rows):
-        store_aligned(builder, row, element(builder, target, builder.mul(stride, ir.Constant(I64, index)), F32), 4)
+        store_aligned(builder, row, element(builder, target, builder.mul(stride, number(index)), F32), 4)
 
 
 @function_of(vector, vector)
@@ -542,8 +536,8 @@ def trailing_zeros(builder: Any, bits: Any) -> Any:
 @function_of(types.int64, types.int64)
 def allocate(builder: Any, size: Any) -> Any:
     """Allocate `size` bytes at a multiple of 64; returns the address, 0 if there is no memory."""
-    whole = builder.and_(builder.add(size, ir.Constant(I64, 63)), ir.Constant(I64, -64))
-    return builder.ptrtoint(called(builder, "aligned_alloc", I8.as_pointer(), ir.Constant(I64, 64), whole), I64)
+    whole = builder.and_(builder.add(size, number(63)), number(-64))
+    return builder.ptrtoint(called(builder, "aligned_alloc", I8.as_pointer(), number(64), whole), I64)
 
 
 @function_of(types.none, types.int64)
@@ -562,7 +556,7 @@ def zero(builder: Any, address: Any, size: Any) -> None:
 def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
     """Copy `size` bytes."""
     target, source = (builder.inttoptr(address, I8.as_pointer()) for address in (target, source))
-    cgutils.raw_memcpy(builder, target, source, size, ir.Constant(I64, 1))
+    cgutils.raw_memcpy(builder, target, source, size, number(1))
 
 
 @function_of(types.none, types.int64, types.int64)
@@ -600,14 +594,14 @@ def in_team(builder: Any, team: Any, function: Any, value: Any, num_threads: Any
 @function_of(types.int64, types.int64, types.int64, types.int64)
 def start_thread(builder: Any, place: Any, function: Any, value: Any) -> Any:
     """Call `function`, an address, in a new thread, whose handle is written to `place`; returns 0 on success."""
-    begun = called(builder, "pthread_create", I32, place, ir.Constant(I64, 0), function, value)
+    begun = called(builder, "pthread_create", I32, place, number(0), function, value)
     return builder.sext(begun, I64)
 
 
 @function_of(types.none, types.int64)
 def join_thread(builder: Any, handle: Any) -> None:
     """Wait until a thread ends."""
-    called(builder, "pthread_join", I32, handle, ir.Constant(I64, 0))
+    called(builder, "pthread_join", I32, handle, number(0))
 
 
 @inlined

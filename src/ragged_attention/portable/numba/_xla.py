@@ -27,6 +27,7 @@ from ragged_attention.portable.numba._vectors import (
     int32_at,
     int_at,
     let_others_run,
+    number,
     release,
     set_int,
 )
@@ -195,8 +196,8 @@ def handler(kernel: Any, include: str) -> Any:
     stub = ir.Function(module, ir.FunctionType(I64, [I64]), name=f"handle_{kernel.name}")
     builder = ir.IRBuilder(stub.append_basic_block())
     kind = ir.FunctionType(I64, [I64, I64]).as_pointer()
-    target = builder.inttoptr(ir.Constant(I64, shared.address), kind)
-    builder.ret(builder.call(target, [stub.args[0], ir.Constant(I64, about.ctypes.data)]))
+    target = builder.inttoptr(number(shared.address), kind)
+    builder.ret(builder.call(target, [stub.args[0], number(about.ctypes.data)]))
     machine = binding.Target.from_default_triple().create_target_machine(jit=True)
     engine = binding.create_mcjit_compiler(binding.parse_assembly(str(module)), machine)
     engine.finalize_object()
