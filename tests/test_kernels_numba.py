@@ -745,8 +745,8 @@ def test_no_division_of_what_ranges_show_changes_the_results(kind: str, mask: st
     expected = with_threads(1, ours)
     assert all(torch.equal(*pair) for pair in zip(expected, with_threads(3, ours), strict=True))
     reference = function(**batch, backend="reference")
-    block = "block_q" if kind == "paged" else "block_rows"
-    for tile in ({}, {block: 1, "block_kv": 8}, {block: 5, "num_splits": 4}, {block: 128, "num_splits": 64}):
+    block, parts = ("block_q", "segment_kv") if kind == "paged" else ("block_rows", "num_splits")
+    for tile in ({}, {block: 1, "block_kv": 8}, {block: 5, parts: 4}, {block: 128, parts: 64}):
         assert all(agrees(*pair, "float32") for pair in zip(ours(**tile), reference, strict=True)), tile
 
 
@@ -817,7 +817,7 @@ def test_no_division_of_what_lists_name_changes_the_results(group: int, size: in
     expected = with_threads(1, ours)
     assert all(torch.equal(*pair) for pair in zip(expected, with_threads(3, ours), strict=True))
     reference = ragged_paged_attention(**batch, backend="reference")
-    for tile in ({}, {"block_q": 1, "block_kv": 8}, {"block_q": 5, "num_splits": 4}, {"block_kv": 1024}):
+    for tile in ({}, {"block_q": 1, "block_kv": 8}, {"block_q": 5, "segment_kv": 40}, {"block_kv": 1024}):
         assert all(agrees(*pair, "float32") for pair in zip(ours(**tile), reference, strict=True)), tile
 
 
@@ -857,7 +857,7 @@ def test_the_order_of_a_list_and_doubles_in_it_change_no_bit(size: int) -> None:
     for group in (3, 4):
         batch = grouped_batch(group, torch.bfloat16)
         one, other = (
-            ragged_paged_attention(**batch, selected=each, block_size=size, backend="numba", options={"num_splits": 4})
+            ragged_paged_attention(**batch, selected=each, block_size=size, backend="numba", options={"segment_kv": 64})
             for each in (lists, changed)
         )
         assert torch.equal(one, other)

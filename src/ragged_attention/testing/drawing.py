@@ -39,6 +39,8 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"split_block_q": 64},
         {"block_q": 16, "block_kv": 16},
         {"split_weights_below": 10**6},
+        {"segment_kv": 16},
+        {"segment_kv": 40, "block_kv": 32, "block_q": 3},
         {"num_kv_pages_per_block": 1, "num_queries_per_block": 16},
         {"num_kv_pages_per_block": 3, "num_queries_per_block": 16},
     ),
@@ -81,6 +83,7 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"num_keys_per_block": 16, "num_queries_per_block": 2},
     ),
     "varlen_attention": (
+        {"segment_kv": 24, "block_kv": 16},
         {"block_q": 16},
         {"block_q": 16, "block_kv": 16},
         {"block_q": 32, "block_kv": 128},

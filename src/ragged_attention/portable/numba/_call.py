@@ -17,22 +17,24 @@ from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import stride_names
 from ragged_attention.portable.numba._scaled_rows import side_numbers
-from ragged_attention.portable.numba._splits import expect_splits
+from ragged_attention.portable.numba._splits import expect_segment, expect_splits
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-SPLITS_PER_SEQUENCE = 8  # in batch-invariant mode
+# Keys per segment in batch-invariant mode. Of what lists name, a range of positions has fewer.
+SEGMENT, SEGMENT_OF_LISTS = 1024, 8192
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
 FIRST_CACHE = 32 * 1024  # bytes of a core's first cache that kernels count on
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number; codes have at most one
 MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
+EXPECTED = {"num_splits": expect_splits, "segment_kv": expect_segment}
 
 
 def expect_tile(tile: Any) -> None:
-    """Check a tile's block sizes and, if it has one, its number of splits."""
+    """Check a tile's block sizes and, if it has them, its number of splits and its segments."""
     for field in dataclasses.fields(tile):
         value = getattr(tile, field.name)
-        if field.name == "num_splits":
-            expect_splits(value)
+        if field.name in EXPECTED:
+            EXPECTED[field.name](value)
             continue
         step = MULTIPLES[field.name]
         if not isinstance(value, int) or value % step or not step <= value <= 1024:
@@ -59,11 +61,12 @@ class Tile(Blocks):
     """The tunable parameters of `_paged`'s kernel.
 
     Args:
-        num_splits: a block of n query tokens has at most max(num_splits // n, 1) KV splits, whatever else the batch
-            holds. 0: blocks are split in proportion to their work.
+        segment_kv: keys per segment. The keys [0, segment_kv) of a sequence are attended to first, then the following
+            ones, and the results of all segments are merged in their order. So a row's bits depend on nothing else
+            than the keys that it sees. 0: there are no segments, and blocks are split in proportion to their work.
     """
 
-    num_splits: int = 0
+    segment_kv: int = 0
 
 
 def block_q_of(call: Any) -> int:
@@ -107,9 +110,14 @@ def heuristic(call: Any) -> Tile:
 
 
 def invariant_tile(call: Any) -> Tile:
-    """A tile that does not depend on the batch."""
-    block_kv = 64 if call.selected is None else 256
-    return Tile(block_q=block_q_of(call), block_kv=block_kv, num_splits=SPLITS_PER_SEQUENCE)
+    """A tile whose results for a query depend on that query and the keys that it sees, and on nothing else.
+
+    What a query's list names is read for that query alone: which keys are multiplied together would otherwise depend on
+    the lists of its neighbours.
+    """
+    if call.selected is None:
+        return Tile(block_q=block_q_of(call), block_kv=64, segment_kv=SEGMENT)
+    return Tile(block_q=1, block_kv=256, segment_kv=SEGMENT_OF_LISTS)
 
 
 def cannot_run(call: Call) -> str | None:

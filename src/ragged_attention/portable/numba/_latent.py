@@ -47,7 +47,7 @@ FIELDS = Fields(
         "max_num_seqs", "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "sparse", "causal",
         "sliding_window", "num_ranges", "scales_rope", "scale", "soft_cap", "out_format", "out_seq_stride",
         *stride_names("lse", "seq token head"), *rows_fields("kv_"), *rows_fields("extra_"), "length", "extra_length",
-        "block_rows", "block_kv", "num_splits",
+        "block_rows", "block_kv", "num_splits", "segment_kv",
     ),
     plan=_splits.SPLITS,
     strides={"q": "seq token head", "lists": "seq token head"}
@@ -388,4 +388,4 @@ def work(address):
     call = call_of(address)
     paired = pairs_up(call)
     table = 8 * table_size(call) if paired and call.sparse else 0
-    return _splits.run_units(address, call, call.block_rows, not paired, paired, table, 0, read_queries, attend, finish)
+    return _splits.run_units(address, call, call.block_rows, not paired, paired, table, 0, False, read_queries, attend, finish)

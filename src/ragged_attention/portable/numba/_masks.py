@@ -85,8 +85,15 @@ def position_of(call, first, last, kv_len, number):
 
 @branch("key_ranges", result=types.int64)
 def divide_spans(call, units, seq, token, first, last, first_token, last_token, kv_len, max_splits):
-    """`add_splits` for rows whose query tokens [first_token, last_token) see keys by ranges: only these keys count."""
+    """`add_splits`, or `add_segments`, for rows whose query tokens [first_token, last_token) see keys by ranges.
+
+    Only these keys count.
+    """
     listed, keys = call.num_units, count_keys(call, first_token, last_token, kv_len)
+    if call.segment_kv:
+        low = position_of(call, first_token, last_token, kv_len, 0)
+        high = position_of(call, first_token, last_token, kv_len, keys - 1) + 1 if keys else low
+        return _splits.add_segments(call, units, seq, token, first, last, low, high, keys)
     work = _splits.add_splits(call, units, seq, token, first, last, 0, keys, keys, max_splits)
     for index in range(listed, call.num_units if units else listed):
         unit = _splits.unit_at(units + _splits.UNIT_BYTES * index)
@@ -110,10 +117,17 @@ def seen_between(call, token, stop, kv_len):
 
 @inlined
 def seen_from(call, tokens, kv_len, position, high):
-    """The next span, from `position` on and before `high`, of keys that a unit's `tokens` see (see `next_span`)."""
-    if not call.key_ranges:
-        return position, high, True
-    begin, end, whole = next_span(call, tokens[0], tokens[1], kv_len, position, call.block_kv)
+    """The next span, from `position` on and before `high`, of keys that a unit's `tokens` see (see `next_span`).
+
+    Within segments, a span is a tile of keys, whose first key has a multiple of `block_kv` for its distance from the
+    segment's first; so which keys are in a tile does not depend on what the tokens see. Some of them may be unseen.
+    """
+    begin, end, whole = position, high, True
+    if call.key_ranges:
+        begin, end, whole = next_span(call, tokens[0], tokens[1], kv_len, position, call.block_kv)
+    if call.segment_kv and begin < high:
+        begin -= begin % call.segment_kv % call.block_kv
+        end, whole = begin + call.block_kv, False
     return min(begin, high), min(end, high), whole
 
 

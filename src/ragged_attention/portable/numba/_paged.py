@@ -48,6 +48,7 @@ from ragged_attention.portable.numba._sequences import (
 from ragged_attention.portable.numba._vectors import (
     compiled,
     inlined,
+    set_int,
 )
 
 FIELDS = Fields(
@@ -61,7 +62,7 @@ FIELDS = Fields(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
         "num_ranges", "num_lists", "num_selected", "block_size", "scale", "soft_cap", "bias_width", "bias_stride",
-        "bias_at_own", "block_q", "block_kv", "num_splits",
+        "bias_at_own", "block_q", "block_kv", "segment_kv",
         *side_fields("k_"), *side_fields("v_"),
     ),
     plan=(*_splits.SPLITS, "named_size"),
@@ -73,7 +74,7 @@ FIELDS = Fields(
     branches=(
         _selected.divide_lists, attend_to_blocks, _masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps,
         hide_undrafted, add_slopes, add_relative_bias, list_scales, expand_keys, expand_values, read_key_factors,
-        read_value_factors, add_wrong_values,
+        read_value_factors, add_wrong_values, _splits.merge_kept, _splits.keep,
     ),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -104,17 +105,17 @@ def divide(call, units):
         first_new = kv_len - (stop - start)
         for first in range(0, stop - start, call.block_q):
             last = min(first + call.block_q, stop - start)
-            # Every split stores a partial result for each query, so blocks of more queries have fewer splits.
-            max_splits = max(call.num_splits // (last - first), 1) if call.num_splits else 0
             begin, end = start + first, start + last
             low, high = range_of(call, first_new, kv_len, first, last)
             if call.num_lists:
                 low, high = (0, kv_len) if call.key_ranges else (low, high)
-                work += _selected.divide_lists(call, units, seq, begin, end, low, high, max_splits)
+                work += _selected.divide_lists(call, units, seq, begin, end, low, high)
             elif call.key_ranges:
-                work += _masks.divide_spans(call, units, seq, 0, begin, end, begin, end, kv_len, max_splits)
+                work += _masks.divide_spans(call, units, seq, 0, begin, end, begin, end, kv_len, 0)
+            elif call.segment_kv:
+                work += _splits.add_segments(call, units, seq, 0, begin, end, low, high, high - low)
             else:
-                work += _splits.add_splits(call, units, seq, 0, begin, end, low, high, high - low, max_splits)
+                work += _splits.add_splits(call, units, seq, 0, begin, end, low, high, high - low, 0)
     return work
 
 
@@ -125,9 +126,7 @@ def plan(address):
     """List the units, and write the results of queries that belong to no sequence."""
     call = call_of(address)
     clear_gaps(call)
-    # The maximum number of queries in a block with several splits; see `divide`.
-    queries = min(call.block_q, call.num_splits // 2) if call.num_splits else call.block_q
-    return plan_units(call, queries * (call.num_q_heads // call.num_kv_heads))
+    return plan_units(call, call.block_q * (call.num_q_heads // call.num_kv_heads))
 
 
 # ---- one program
@@ -157,8 +156,12 @@ def read_queries(call, tile, unit, head):
 def list_seen(call, tile, unit, head, first, stop, whole):
     """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
     count = min(tile.keys, stop - first)
-    holes = list_next(call, tile, unit.seq, head, first, 0, count)
-    if not whole:
+    before = min(max(unit.low - first, 0), count)  # keys that no row of the unit sees
+    for key in range(before):
+        set_int(tile.next_sources, key, 0)
+        set_int(tile.next_v_sources, key, 0)
+    holes = before + list_next(call, tile, unit.seq, head, first + before, before, count)
+    if call.key_ranges and not whole:
         holes += _masks.drop_unseen(call, tile, unit.first, unit.last, kv_len_of(call, unit.seq), first, count)
     return holes
 
@@ -201,11 +204,25 @@ def read_values(call, tile, count):
 
 @compiled
 def attend(call, tile, unit, head, rows):
-    """Attend from a unit's rows to its keys, one tile of keys after another."""
+    """Attend from a unit's rows to its keys, one segment after another if the call has segments."""
+    low, high, size = unit.low, unit.high, call.segment_kv
+    while size and low // size < (high - 1) // size:
+        end = (low // size + 1) * size
+        attend_between(call, tile, unit, head, rows, low, end)
+        _splits.keep(call, tile, rows)
+        low = end
+    attend_between(call, tile, unit, head, rows, low, high)
+    if size:
+        _splits.merge_kept(call, tile, rows)
+
+
+@compiled
+def attend_between(call, tile, unit, head, rows, low, high):
+    """Attend from a unit's rows to the keys [low, high), one tile of keys after another."""
     if call.num_lists:
-        attend_to_blocks(call, tile, unit, head)
+        attend_to_blocks(call, tile, unit, head, low, high)
         return
-    seq, low, high = unit.seq, unit.low, unit.high
+    seq = unit.seq
     in_place, factor = reads_in_place(call, tile), factor_of(call, head)
     v_in_place = rows <= _tiles.FEW_ROWS and not tile.paired and values_in_place(call)
     set_row_bytes(call, tile)
@@ -261,4 +278,5 @@ def work(address):
     call = call_of(address)
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     named = call.named_size
-    return _splits.run_units(address, call, rows, False, pairs_up(call), 0, named, read_queries, attend, finish)
+    segments = call.segment_kv > 0
+    return _splits.run_units(address, call, rows, False, pairs_up(call), 0, named, segments, read_queries, attend, finish)

@@ -166,21 +166,21 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
 
 
 @branch("num_lists")
-def attend_to_blocks(call, tile, unit, head):
-    """`attend` for a call with lists of blocks.
+def attend_to_blocks(call, tile, unit, head, low, high):
+    """`attend_between` for a call with lists of blocks.
 
     Keys that any token names are read once for all tokens, each of which then visits its own.
     """
     factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
-    first_block, stop_block = _selected.blocks_of(call, unit.low, unit.high)
+    first_block, stop_block = _selected.blocks_of(call, low, high)
     set_row_bytes(call, tile)
     tile.ahead = 0  # what is next is prefetched here, not beside the products of each token
     for base in range(first_block, stop_block, at_once):
         blocks = min(at_once, stop_block - base)
-        stop = min((base + blocks) * size, unit.high)
+        stop = min((base + blocks) * size, high)
         tile.named_row = _selected.row_of(blocks)
         _selected.mark(call, tile.named, unit.first, unit.last, head, base, blocks)
-        first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, unit.low), stop)
+        first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, low), stop)
         _tiles.prefetch_rows(tile.next_sources, 0, next_count, tile.k_bytes)
         _tiles.prefetch_rows(tile.next_v_sources, 0, next_count, tile.v_bytes)
         while next_count:

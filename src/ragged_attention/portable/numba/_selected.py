@@ -53,14 +53,16 @@ def table_size(call, tokens, low, high):
 
 
 @branch("num_lists", result=types.int64)
-def divide_lists(call, units, seq, first, last, low, high, max_splits):
-    """`add_splits` for query tokens [first, last), whose lists name blocks of the keys [low, high).
+def divide_lists(call, units, seq, first, last, low, high):
+    """`add_splits`, or `add_segments`, for query tokens [first, last), whose lists name blocks of the keys [low, high).
 
     How many keys a list names at most says how many splits there are; each of these has a range of positions.
     """
     call.named_size = max(call.named_size, table_size(call, last - first, low, high))
     keys = min(high - low, call.num_selected * call.block_size)
-    return _splits.add_splits(call, units, seq, 0, first, last, low, high, keys, max_splits)
+    if call.segment_kv:
+        return _splits.add_segments(call, units, seq, 0, first, last, low, high, keys)
+    return _splits.add_splits(call, units, seq, 0, first, last, low, high, keys, 0)
 
 
 @compiled

@@ -1,18 +1,21 @@
 """Splits the keys of blocks that have a large share of the call's work, and merges the results of the splits.
 
 A split's partial result is the weighted sum of values, the largest logit and the sum of weights of each row. The last
-split of a block to finish merges all of them, so no program waits for another. The number of splits depends only on
+split of a block to finish merges all of them in their order, so no program waits for another. The number of splits depends only on
 lengths, so results do not depend on the number of threads.
 """
 
 import math
 
+import numpy as np
+
 from ragged_attention.errors import InvalidInput
+from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._formats import narrow, size_of
 from ragged_attention.portable.numba._products import COLUMNS
 from ragged_attention.portable.numba._records import NO_MEMORY, programs, record_at, up_to
 from ragged_attention.portable.numba._softmax import NOTHING, log_sum_exp, power, scale_row, weight_of_sink
-from ragged_attention.portable.numba._tiles import begin, new_tile, tile_at
+from ragged_attention.portable.numba._tiles import new_tile, reset, tile_at
 from ragged_attention.portable.numba._vectors import (
     add_multiple,
     add_to,
@@ -21,6 +24,7 @@ from ragged_attention.portable.numba._vectors import (
     copy,
     fill,
     float_at,
+    inlined,
     set_float,
     zero,
 )
@@ -32,12 +36,19 @@ UNIT_BYTES = 8 * len(UNIT)
 SHARES = 128  # a block with more than 1/SHARES of the total work of an attention is split
 MIN_KEYS = 512  # per split
 MAX_SPLITS = 64
+MAX_SEGMENT = 2**20  # keys
 
 
 def expect_splits(num_splits: int) -> None:
     """Check the `num_splits` of a tile."""
     if not isinstance(num_splits, int) or not 0 <= num_splits <= MAX_SPLITS:
         raise InvalidInput(f"expected num_splits from 0 to {MAX_SPLITS}, got {num_splits!r}")
+
+
+def expect_segment(segment_kv: int) -> None:
+    """Check the `segment_kv` of a tile."""
+    if not isinstance(segment_kv, int) or not 0 <= segment_kv <= MAX_SEGMENT:
+        raise InvalidInput(f"expected segment_kv from 0 to {MAX_SEGMENT}, got {segment_kv!r}")
 
 
 @compiled
@@ -67,6 +78,28 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
         unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
         unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
         unit.low, unit.high = low + split * step, min(low + (split + 1) * step, high)
+        unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
+    call.num_units += num_splits
+    call.num_partials += num_splits if num_splits > 1 else 0
+    return work
+
+
+@compiled
+def add_segments(call, units, seq, token, first, last, low, high, keys):
+    """`add_splits`, of which each is a segment: `segment_kv` consecutive keys from a multiple of that number on.
+
+    A block with a small share of the total work has one unit, whose program attends to one segment after another. As
+    the results of segments are merged in the same way in both cases, the choice does not change any bit.
+    """
+    work, size = (last - first) * keys, call.segment_kv
+    begin, end = low // size, max((high + size - 1) // size, low // size + 1)
+    if work * SHARES <= call.work * call.num_kv_heads or call.work == 0:
+        begin, end, size = 0, 1, high
+    num_splits = end - begin
+    for split in range(num_splits if units else 0):
+        unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
+        unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
+        unit.low, unit.high = max(low, (begin + split) * size), min((begin + split + 1) * size, high)
         unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
     call.num_units += num_splits
     call.num_partials += num_splits if num_splits > 1 else 0
@@ -159,22 +192,58 @@ def keep_partial(tile, rows, target):
 
 
 @compiled
+def merge_rows(rows, columns, out, m_i, l_i, later_out, later_m_i, later_l_i):
+    """Merge the states of some rows with those that the same rows have of later keys."""
+    for row in range(rows):
+        largest, other = float_at(m_i, row), float_at(later_m_i, row)
+        if other == NOTHING:
+            continue
+        weight = np.float32(1)
+        if other > largest or other != other:
+            weight = power(largest - other)
+            scale_row(out + 4 * row * columns, columns, weight)
+            largest = other
+        later_weight = power(other - largest)
+        set_float(m_i, row, largest)
+        set_float(l_i, row, float_at(l_i, row) * weight + float_at(later_l_i, row) * later_weight)
+        add_multiple(out + 4 * row * columns, later_out + 4 * row * columns, columns, later_weight)
+
+
+@compiled
 def merge(tile, rows, partials, stride, num_splits):
     """Merge the partial results of all splits into the tile; they are `stride` bytes apart."""
     columns = tile.columns
-    begin(tile, rows)
-    for row in range(rows):
-        m_i, index = NOTHING, rows * columns + row
-        for split in range(num_splits):
-            m_i = max(m_i, float_at(partials + split * stride, index))
-        set_float(tile.m_i, row, m_i)
-        for split in range(num_splits):
-            partial = partials + split * stride
-            split_m_i = float_at(partial, index)
-            if split_m_i > NOTHING or split_m_i != split_m_i:
-                weight = power(split_m_i - m_i)
-                set_float(tile.l_i, row, float_at(tile.l_i, row) + weight * float_at(partial, index + rows))
-                add_multiple(tile.out + 4 * row * columns, partial + 4 * row * columns, columns, weight)
+    reset(tile, rows)
+    for split in range(num_splits):
+        partial = partials + split * stride
+        m_i = partial + 4 * rows * columns
+        merge_rows(rows, columns, tile.out, tile.m_i, tile.l_i, partial, m_i, m_i + 4 * rows)
+
+
+@inlined
+def exchange_kept(tile):
+    """Exchange the state of the tile's rows with the state that is kept of earlier segments."""
+    tile.out, tile.kept_out = tile.kept_out, tile.out
+    tile.m_i, tile.kept_m_i = tile.kept_m_i, tile.m_i
+    tile.l_i, tile.kept_l_i = tile.kept_l_i, tile.l_i
+
+
+@branch("segment_kv")
+def merge_kept(call, tile, rows):
+    """Merge the state of the tile's rows with what is kept of earlier segments, if anything is."""
+    if tile.keeps:
+        exchange_kept(tile)
+        merge_rows(rows, tile.columns, tile.out, tile.m_i, tile.l_i, tile.kept_out, tile.kept_m_i, tile.kept_l_i)
+        tile.keeps = 0
+
+
+@branch("segment_kv")
+def keep(call, tile, rows):
+    """Keep the state of the tile's rows, merged with that of earlier segments, and begin another segment."""
+    merge_kept(call, tile, rows)
+    exchange_kept(tile)
+    reset(tile, rows)
+    tile.keeps = 1
 
 
 @compiled
@@ -198,15 +267,15 @@ def is_last(call, tile, unit, head, rows):
 
 
 @compiled
-def run_units(address, call, max_rows, latent, paired, table, named, read_queries, attend, finish):
+def run_units(address, call, max_rows, latent, paired, table, named, segments, read_queries, attend, finish):
     """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies.
 
     `table` and `named` are the sizes of a tile's tables of what lists name (see `new_tile`). With `named`, one token's
-    rows are multiplied at a time.
+    rows are multiplied at a time. `segments` says that keys are attended to in segments.
     """
     width = call.head_dim // 2 if paired else call.head_dim
     at_once = call.num_q_heads // call.num_kv_heads if named else max_rows
-    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, table, named, at_once)
+    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, table, named, at_once, segments)
     for index in programs(address, memory):
         tile, head = tile_at(memory), index % call.num_kv_heads
         unit = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads))

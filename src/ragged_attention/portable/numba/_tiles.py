@@ -61,26 +61,28 @@ from ragged_attention.portable.numba._vectors import (
 
 NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "named_row",
            "repeats", "ahead", "k_bytes", "v_bytes",
-           "scale_bytes")  # fmt: skip
+           "scale_bytes", "segments", "keeps")  # fmt: skip
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "uneven",
          "factors", "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "table", "named", "seen", "own_positions", "own_keys", "own_values",
          "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "k_rests", "v_rests",
          "mean_factors", "q_sums", "scratch", "zeros", "wide_row",
-         "packed_q", "packed_out", "packed_m_i", "packed_l_i")  # fmt: skip
+         "packed_q", "packed_out", "packed_m_i", "packed_l_i", "kept_out", "kept_m_i", "kept_l_i")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
+ALL_ROWS = (1 << ROWS) - 1  # the bits of ROWS rows
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
 STEP = 16  # keys that few rows are multiplied with at a time, and the keys prefetched meanwhile
 
 
 @compiled
-def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_once):
+def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_once, segments):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
     `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
     the beginning of its key's row. `table` is the size in bytes of the table of a list's keys, see `_latent`; `named`
     is that of the table of what lists of blocks name, see `_selected`, and `named_row` that of one of its rows.
-    `rows_at_once` of the rows are multiplied at a time.
+    `rows_at_once` of the rows are multiplied at a time. A tile whose keys are attended to in `segments` keeps a second
+    state of its rows, and a product of a row and a key is summed in one order however many rows there are.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -88,7 +90,7 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
     columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS)
     values = 0 if latent else 4 * keys * v_width
     s_rows, floats, integers, addresses = up_to(rows_at_once, ROWS), 4 * rows, 8 * rows, 8 * keys
-    logits = 4 * s_rows * s_width
+    logits, kept = 4 * s_rows * s_width, floats if segments else 0
     packed = (4 * s_rows * width, 4 * s_rows * columns, 4 * s_rows, 4 * s_rows) if named else (0, 0, 0, 0)
     address = allocate_arena(
         len(NUMBERS),
@@ -96,14 +98,14 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
          floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, table, named, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
-         floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed),
+         floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed, kept * columns, kept, kept),
     )  # fmt: skip
     if address == 0:
         return address
     tile = tile_at(address)
     tile.rows, tile.keys, tile.width, tile.v_width, tile.columns = rows, keys, width, v_width, columns
     tile.s_width, tile.s_rows, tile.paired, tile.repeats, tile.ahead = s_width, s_rows, paired, 0, 0
-    tile.scale_bytes = 0
+    tile.scale_bytes, tile.segments, tile.keeps = 0, segments, 0
     zero(tile.zeros, 4 * columns)
     zero(tile.v, values)  # the places that pad a row stay 0
     if latent:
@@ -113,15 +115,22 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
 
 
 @compiled
-def begin(tile, rows):
-    """Reset the state of `rows` rows and of the rows that pad them to a multiple of ROWS, whose queries become 0."""
+def reset(tile, rows):
+    """Reset the softmax state of `rows` rows and of the rows that pad them to a multiple of ROWS."""
     whole = up_to(rows, ROWS)
-    zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.out, 4 * whole * tile.columns)
-    zero(tile.s, 4 * min(whole, tile.s_rows) * tile.s_width)
     zero(tile.l_i, 4 * whole)
     zero(tile.mean_factors, 4 * whole)
     fill(tile.m_i, 0, whole, NOTHING)
+
+
+@compiled
+def begin(tile, rows):
+    """`reset` before new queries are read; those of the rows that pad them become 0."""
+    whole = up_to(rows, ROWS)
+    zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
+    zero(tile.s, 4 * min(whole, tile.s_rows) * tile.s_width)
+    reset(tile, rows)
 
 
 @inlined
@@ -310,27 +319,34 @@ def weigh_keys(tile, rows, first, count, holes, factors, rests):
         if factors:
             uneven = scale_weights(tile, row, min(row + ROWS, rows), factors, up_to(count, LANES))
         if tile.paired:
-            uneven |= tile.repeats
+            uneven |= ALL_ROWS if tile.repeats else 0
             set_int(tile.uneven, row // ROWS, uneven)
             round_rows(tile, row, uneven, up_to(count, LANES), rests)
 
 
 @compiled
 def scale_weights(tile, first, stop, factors, count):
-    """`multiply_weights` for the rows [first, stop); returns how many of them have most of their weight on few keys."""
+    """`multiply_weights` for the rows [first, stop); returns a bit for each that has most of its weight on few keys."""
     uneven = 0
     for row in range(first, stop):
         s = tile.s + 4 * row * tile.s_width
-        uneven += multiply_weights(s, factors, count, row, tile.l_i, tile.mean_factors)
+        if multiply_weights(s, factors, count, row, tile.l_i, tile.mean_factors):
+            uneven |= 1 << row - first
     return uneven
 
 
 @compiled
 def round_rows(tile, first, uneven, count, rests):
-    """Round the weights of ROWS rows, from row `first` on, keep the errors if `uneven`, and subtract the `rests`."""
+    """Round the weights of ROWS rows, from row `first` on, keep the errors of `uneven` ones, and subtract the `rests`.
+
+    `uneven` has a bit for each row. If some but not all are, the errors of the others count as 0, so that a row's
+    result does not depend on the other rows.
+    """
     for row in range(first, first + ROWS):
         offset = 4 * row * tile.s_width
-        lost = tile.lost + offset if uneven else 0
+        lost = tile.lost + offset if uneven >> row - first & 1 else 0
+        if uneven and not lost:
+            zero(tile.lost + offset, 2 * count)
         round_weights(tile.s + offset, lost, count)
         if rests:  # of the weights that will be multiplied, so that their rounding changes no mean of zero
             rest = sum_of_rests(tile.s + offset, lost, rests, count)
@@ -355,8 +371,11 @@ def first_to_see(tile, rows, position):
 
 @compiled
 def keys_per_product(tile, first, count):
-    """The number of keys to multiply at a time: all `count` if the first row sees as far as the last, else COLUMNS."""
-    return count if int_at(tile.reach, 0) >= first + count else COLUMNS
+    """The number of keys to multiply at a time: all `count` if the first row sees as far as the last, else COLUMNS.
+
+    It is the same for all rows within `segments`, since the errors of weights are added after so many products.
+    """
+    return count if tile.segments or int_at(tile.reach, 0) >= first + count else COLUMNS
 
 
 @compiled
@@ -381,7 +400,7 @@ def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, fa
 
 @compiled
 def multiply_many(tile, keys, rows, first, count, factor):
-    """`multiply_few` for many rows, which leaves out those that see none of some keys."""
+    """`multiply_few` for many rows, for which keys are transposed."""
     width, s_width = tile.width, tile.s_width
     for key in range(0, count, LANES):
         prefetch_keys(tile, key, key + LANES)
@@ -396,16 +415,20 @@ def multiply_many(tile, keys, rows, first, count, factor):
 
 
 @compiled
-def multiply_few(tile, keys, rows, count, factor):
-    """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists."""
-    width, s_width = tile.width, tile.s_width
+def multiply_few(tile, keys, rows, first, count, factor):
+    """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists.
+
+    The first of these keys is at position `first`. Rows that see none of some keys are left out.
+    """
+    width, s_width, whole = tile.width, tile.s_width, up_to(rows, ROWS)
     for key in range(0, count, STEP):
         prefetch_keys(tile, key, key + STEP)
-        some, s, num_keys = keys + 8 * key, tile.s + 4 * key, min(STEP, count - key)
+        row, some, num_keys = first_to_see(tile, rows, first + key), keys + 8 * key, min(STEP, count - key)
+        q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
         if tile.paired:
-            scores_of_pairs(tile.q, some, s, rows, num_keys, width, width, s_width, factor)
+            scores_of_pairs(q, some, s, whole - row, num_keys, width, width, s_width, factor)
         else:
-            scores(tile.q, some, s, rows, num_keys, width, width, s_width, factor)
+            scores(q, some, s, whole - row, num_keys, width, width, s_width, factor)
     prefetch_keys(tile, up_to(count, STEP), tile.ahead)
 
 
@@ -418,10 +441,10 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
     `factor` then includes log2(e).
     """
     s_width, factor = tile.s_width, np.float32(factor)
-    if rows > FEW_ROWS:
+    if rows > FEW_ROWS and not tile.segments:
         multiply_many(tile, keys, rows, first, count, factor)
     else:
-        multiply_few(tile, keys, up_to(rows, ROWS), count, factor)
+        multiply_few(tile, keys, rows, first, count, factor)
     if rests:
         for row in range(rows):
             s = tile.s + 4 * row * s_width
