@@ -11,11 +11,13 @@ from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import load_scale, narrow
 from ragged_attention.kernels_triton._latent.lists import ListKind, Lists, list_splits
 from ragged_attention.kernels_triton._mask import Mask, MaskKind
+from ragged_attention.kernels_triton._segments import with_later
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, query_edge
 from ragged_attention.kernels_triton._softmax import LN2, finish, merge_parts
 from ragged_attention.kernels_triton._splits import Batch, Division, schedule_edge, stored_splits
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, dependent, next_power_of_2, overlaps
 
+TOGETHER: tl.constexpr = tl.constexpr(4)  # segments that a row's sums visit in one iteration
 # The values that a warp merges at a time. With other numbers of warps, some shapes spill 8 to 16 bytes on sm_80.
 VALUES_PER_WARP = 2048 if OLDER_COMPILER else 1024
 
@@ -44,6 +46,25 @@ class Combination(Constants):
     V_SCALE_STRIDE: int
     PDL: bool
     EVEN: bool = False  # whether each item has `num_splits` splits
+    IN_ORDER: bool = False  # whether splits are segments, merged one after the other; see `_segments`
+
+
+@triton.jit
+def merge_segments(parts_ptr, lses_ptr, count, stride, DV: tl.constexpr, DV_PAD: tl.constexpr):
+    """`merge_parts` in the order of the parts, with the bits of a program that visits all segments."""
+    dv = tl.arange(0, DV_PAD)
+    one = tl.arange(0, 1)
+    state = (tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([1, DV_PAD], tl.float32))
+    for start in range(0, count, TOGETHER):
+        for index in tl.static_range(TOGETHER):  # whose loads the compiler can put before all sums
+            place = (start + index + one).to(tl.int64) * stride
+            exists = start + index + one < count
+            lse = tl.load(lses_ptr + place, mask=exists, other=float("-inf"))
+            exists = (exists & (lse != float("-inf")))[:, None] & (dv < DV)[None, :]
+            rows = tl.load(parts_ptr + place[:, None] * DV + dv[None, :], mask=exists, other=0)
+            state = with_later(state, rows, lse)
+    m_i, l_i, acc = state
+    return tl.reshape(acc, [DV_PAD]), tl.max(m_i, 0), tl.max(l_i, 0)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -94,10 +115,15 @@ def combine_kernel(
         for row in range(tl.program_id(2), tl.where(count != 1, num_rows, 0), tl.num_programs(2)):
             part = (first.to(tl.int64) * COMBINATION.ITEMS + item % COMBINATION.ITEMS) * KV_HEADS + kv_head
             part = part * COMBINATION.ROWS + row
-            acc, m_i, l_i = merge_parts(
-                parts_ptr + part * DV, part_lses_ptr + part, count, step, 1.0, COMBINATION.MERGED, DV,
-                COMBINATION.DV_PAD,
-            )  # fmt: skip
+            if COMBINATION.IN_ORDER:
+                acc, m_i, l_i = merge_segments(
+                    parts_ptr + part * DV, part_lses_ptr + part, count, step, DV, COMBINATION.DV_PAD
+                )
+            else:
+                acc, m_i, l_i = merge_parts(
+                    parts_ptr + part * DV, part_lses_ptr + part, count, step, 1.0, COMBINATION.MERGED, DV,
+                    COMBINATION.DV_PAD,
+                )  # fmt: skip
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, COMBINATION.V_SCALE_STRIDE)
             start = item * COMBINATION.Q_TOKENS
             if COMBINATION.Q_TOKENS == 0:  # load it again: for sm_80, ptxas would spill the value loaded above
@@ -131,6 +157,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     width = next_power_of_2(call.out_shape[-1])
+    at_once = 2 * TOGETHER.value if constants.get("IN_ORDER") else constants["MERGED"]  # rows in registers
     combination = Combination(
         NUM_HEADS=call.num_q_heads,
         DV=call.out_shape[-1],
@@ -147,7 +174,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
         inplace=(10, 11, 12) if wants_max else (10, 11),
         **({} if wants_max else {"max_ptr": None}),
         **dependent(overlaps(call)),
-        num_warps=min(max(constants["MERGED"] * width // VALUES_PER_WARP, 1), 4),
+        num_warps=min(max(at_once * width // VALUES_PER_WARP, 1), 4),
         num_stages=1,
         COMBINATION=combination,
         **numbers,

@@ -48,6 +48,9 @@ def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
         launch.aligned(pages, 2) if form.packed_codes else pages
         for pages, form in zip(call.sides, (call.k_format, call.v_format), strict=True)
     )
+    if len(k_pages.shape) == 3:  # packed keys, each of which is a page
+        k, v = launch.packed(k_pages), launch.packed(v_pages)
+        return k, v, stride_arguments(launch, ("page", "head"), k=k, v=v) | {"k_slot_stride": 0, "v_slot_stride": 0}
     return k_pages, v_pages, stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
 
 

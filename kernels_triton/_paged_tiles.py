@@ -29,8 +29,34 @@ def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[s
         narrow = call.device.arch.startswith("sm_") and padded_width(call) <= 128
         tile = tile._replace(keys=min(tile.keys, 64), warps=4 if narrow else tile.warps)
     most = 32 if looks_up(call) else 64 if call.group <= 64 else 128
-    split = split_sizes(call, min(max(16, next_power_of_2(call.group * short_tokens)), most))
+    split = split_sizes(call, rows_of_short(call, short_tokens, most))
     return fitting_pages(call, tile).fields("block_q") | fitting_pages(call, split).fields("block_q", "split_")
+
+
+def rows_of_short(call: Any, tokens: int, most: int) -> int:
+    """The rows of a short sequence that has a number of query tokens, of at most `most` rows."""
+    return min(max(16, next_power_of_2(call.group * tokens)), most)
+
+
+def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
+    """The fields of a `Tile` with segments, whose kernels have one size: as many rows as wgmma needs.
+
+    A program has two softmax states, that of a segment and that of all segments before it, so it needs more warps. Of
+    these fields, only `split_block_q` depends on `short_tokens`, and none on the pages.
+    """
+    width, nvidia = padded_width(call), call.device.arch.startswith("sm_")
+    rows = 64
+    if on_cuda_cores(call) or width > 256 or (OLDER_COMPILER and width > 128):
+        rows = 16
+    elif looks_up(call) or has_scales(call) or hides_first_keys(call) or width > 128:
+        rows = 32
+    sizes = split_sizes(call, rows)
+    if nvidia:
+        keys = sizes.keys if decodes(call) else min(sizes.keys, 16 if width > 256 else 32)
+        stages = 1 if on_cuda_cores(call) else sizes.stages  # with more, ptxas spills a few bytes
+        sizes = sizes._replace(keys=keys, warps=max(sizes.warps, 8), stages=stages)
+    fields = fitting_pages(call, sizes).fields("block_q")
+    return {**fields, "split_block_q": rows_of_short(call, short_tokens, rows)}
 
 
 def decodes(call: Any) -> bool:

@@ -12,7 +12,8 @@ from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends, range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, may_read, seen_by_all
-from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, whole_blocks
+from ragged_attention.kernels_triton._segments import normalised, with_later
+from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, query_edge, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax
 from ragged_attention.kernels_triton._stored import (
     RowPages,
@@ -32,7 +33,7 @@ class Shape(Constants):
 
     GROUP: int  # query heads per KV head
     NUM_HEADS: int
-    PAGE_SIZE: int
+    PAGE_SIZE: int  # keys per page, or 0 if keys are packed, and a key's page is its row
     D: int  # head size of queries and keys
     D_PAD: int  # D, rounded up to a power of two
     DV: int  # head size of values
@@ -53,6 +54,7 @@ class Loop(Constants):
     EXACT_KV: int = dataclasses.field(init=False)  # keys per block of the exact loop; see `_key_ranges`
     WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1 (the rounded weight) or 2 (also its rounding error)
     MASKED_BELOW: int  # if a row sees fewer keys than this, the masked loop visits all blocks; see `divide_keys`
+    SEGMENT: int = 0  # keys per segment, 0 without; see `_segments`. All blocks then have one size
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "EXACT_KV", smaller_block(self.EDGE_KV))
@@ -90,7 +92,7 @@ class Pages(NamedTuple):
 
     k: RowPages
     v: RowPages
-    table_ptr: tl.tensor
+    table_ptr: tl.tensor  # if keys are packed, the row of the sequence's first key
     num_pages: tl.tensor
 
 
@@ -114,7 +116,7 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
     If the block does not exist, pages are -1 and nothing is read. If MASKED and each key has its own page entry, the
     same holds for keys outside [first, last).
     """
-    if PAGE_SIZE % BLOCK_KV == 0:
+    if PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_KV == 0:
         page = tl.load(table_ptr + block // PAGE_SIZE, mask=exists, other=-1)
     else:
         keys = block + tl.arange(0, BLOCK_KV)
@@ -122,15 +124,35 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
             readable = (keys >= first) & (keys < tl.where(exists, last, first))
         else:
             readable = keys < tl.where(exists, block + BLOCK_KV, block)
+        page = page_entries(table_ptr, keys, readable, PAGE_SIZE)
+    return page
+
+
+@triton.jit
+def page_entries(table_ptr, keys, readable, PAGE_SIZE: tl.constexpr):
+    """The page of each key, -1 of those that are not readable."""
+    if PAGE_SIZE == 0:
+        page = tl.where(readable, table_ptr + keys, -1)
+    else:
         page = tl.load(table_ptr + keys // PAGE_SIZE, mask=readable, other=-1)
     return page
+
+
+@triton.jit
+def table_of(page_indices_ptr, seq, table_stride, kv_lens_ptr, capacity, PAGE_SIZE: tl.constexpr):
+    """`Pages.table_ptr` of a sequence. If keys are packed, `kv_lens_ptr` is cu_kv_lens."""
+    if PAGE_SIZE == 0:
+        table = query_edge(kv_lens_ptr, tl.maximum(seq, 0), capacity)
+    else:
+        table = page_indices_ptr + seq.to(tl.int64) * table_stride
+    return table
 
 
 @triton.jit
 def are_readable(keys, page, first, last, num_pages, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
     """A mask of the keys that are in [first, last) and on a valid page."""
     known = (page >= 0) & (page < num_pages)
-    if PAGE_SIZE % BLOCK_KV == 0:
+    if PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_KV == 0:
         readable = (keys >= tl.where(known, first, last)) & (keys < last)
     else:
         readable = (keys >= first) & (keys < last) & known
@@ -279,7 +301,8 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
 
     The masked loop visits all blocks if a page index among them is invalid, or if a row sees fewer keys than
     MASKED_BELOW. The rounding errors of so few weights would not average out; in bfloat16, the masked loop therefore
-    has two-term weights. It also visits keys in order, so a batch-invariant call sets MASKED_BELOW to the maximum.
+    has two-term weights. It also visits keys in order, as segments need: where a row does not see the first keys, a
+    call with segments sets MASKED_BELOW to the maximum.
     """
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     EDGE_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV
@@ -293,9 +316,12 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
 @triton.jit
 def whole_pages_are_valid(whole_start, whole_stop, pages, PAGE_SIZE: tl.constexpr):
     """1 if all pages of the keys [whole_start, whole_stop) are valid, else 0."""
-    # If no block is whole, no page is scanned: with a window, whole_start may lie beyond the page table.
-    last_page = tl.where(whole_stop > whole_start, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, 0)
-    return pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
+    valid = 1
+    if PAGE_SIZE > 0:
+        # If no block is whole, no page is scanned: with a window, whole_start may lie beyond the page table.
+        last_page = tl.where(whole_stop > whole_start, (whole_stop + PAGE_SIZE - 1) // PAGE_SIZE, 0)
+        valid = pages_are_valid(pages.table_ptr, whole_start // PAGE_SIZE, last_page, pages.num_pages)
+    return valid
 
 
 @triton.jit
@@ -303,7 +329,8 @@ def divide_ranges(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """`divide_keys` for rows that have ranges of keys."""
     LOOP: tl.constexpr = ATTENTION.LOOP
     PAGE_SIZE: tl.constexpr = ATTENTION.SHAPE.PAGE_SIZE
-    edges = range_edges(start, stop, visible.ranges, ATTENTION.MASK, LOOP.BLOCK_KV, LOOP.EDGE_KV)
+    EDGE_KV: tl.constexpr = LOOP.EXACT_KV if LOOP.SEGMENT > 0 else LOOP.EDGE_KV  # see `attend_range`
+    edges = range_edges(start, stop, visible.ranges, ATTENTION.MASK, LOOP.BLOCK_KV, EDGE_KV)
     valid = whole_pages_are_valid(edges.whole_start, edges.whole_stop, pages, PAGE_SIZE)
     for part in tl.static_range(len(edges.later)):
         _, whole_start, whole_stop, _ = edges.later[part]
@@ -320,20 +347,47 @@ def divide_ranges(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
 
 
 @triton.jit
+def nothing_seen(ROWS: tl.constexpr, DV_PAD: tl.constexpr):
+    """(m_i, l_i, acc) of rows that have seen no key."""
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    return m_i, tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DV_PAD], tl.float32)
+
+
+@triton.jit
 def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """(m_i, l_i, acc) of query rows over the keys [start, stop); see `Edges` for the two loops."""
-    ROWS: tl.constexpr = queries.q.shape[0]
+    # Segments need blocks in order, and of one size: the masked loop alone, with ranges the exact loop alone.
+    MASKS_ALL: tl.constexpr = ATTENTION.LOOP.SEGMENT > 0 and (ATTENTION.MASK.HAS_FIRST_KEY or ATTENTION.MASK.RANGES > 0)
     if ATTENTION.MASK.RANGES:
         edges = divide_ranges(start, stop, visible, mask, pages, ATTENTION)
     else:
         edges = divide_keys(start, stop, visible, mask, pages, ATTENTION)
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, ATTENTION.SHAPE.DV_PAD], tl.float32)
-    whole = whole_blocks(edges, ATTENTION.LOOP.BLOCK_KV)
-    state = attend(queries, (m_i, l_i, acc), whole, visible, mask, pages, ATTENTION, False)
+    state = nothing_seen(queries.q.shape[0], ATTENTION.SHAPE.DV_PAD)
+    if not MASKS_ALL:
+        whole = whole_blocks(edges, ATTENTION.LOOP.BLOCK_KV)
+        state = attend(queries, state, whole, visible, mask, pages, ATTENTION, False)
+    if MASKS_ALL and ATTENTION.MASK.RANGES > 0:
+        exact = end_blocks(edges, ATTENTION.LOOP.EXACT_KV)
+        return attend(queries, state, exact, visible, mask, pages, ATTENTION, True, EXACT=True)
     ends = end_blocks(edges, ATTENTION.LOOP.EDGE_KV)
     if ATTENTION.MASK.RANGES:
         exact, ends = exact_and_other_ends(edges, visible.ranges.solid, ATTENTION.LOOP.EXACT_KV, ATTENTION.LOOP.EDGE_KV)
         state = attend(queries, state, exact, visible, mask, pages, ATTENTION, True, EXACT=True)
     return attend(queries, state, ends, visible, mask, pages, ATTENTION, True)
+
+
+@triton.jit
+def attend_all(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
+    """`attend_range`, one segment after another if there are segments."""
+    SEGMENT: tl.constexpr = ATTENTION.LOOP.SEGMENT
+    if SEGMENT == 0:
+        state = attend_range(queries, start, stop, visible, mask, pages, ATTENTION)
+    else:
+        state = nothing_seen(queries.q.shape[0], ATTENTION.SHAPE.DV_PAD)
+        for segment in range(start // SEGMENT, (stop + SEGMENT - 1) // SEGMENT):
+            first = tl.maximum(start, segment * SEGMENT)
+            last = tl.minimum(stop, (segment + 1) * SEGMENT)
+            m_i, l_i, acc = attend_range(queries, first, last, visible, mask, pages, ATTENTION)
+            rows, lse = normalised(m_i, l_i, acc)
+            state = with_later(state, rows, lse)
+    return state

@@ -89,6 +89,7 @@ def run_splits(
         DIVISION=division,
         MASK=mask,
         LISTS=None,
+        IN_ORDER=divided.SEGMENT > 0,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=call.num_seqs is not None,
         V_SCALE_STRIDE=scale_stride,

@@ -13,6 +13,7 @@ from ragged_attention.kernels_triton._bias import Bias, Table, load_slopes, tabl
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import in_float16, load_scale, narrow
 from ragged_attention.kernels_triton._pages import Queries
+from ragged_attention.kernels_triton._segments import normalised
 from ragged_attention.kernels_triton._sequences import query_edge
 from ragged_attention.kernels_triton._softmax import LOG2E, finish, lost_to_rounding, unit_under_cap
 
@@ -143,15 +144,12 @@ def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr,
 
 
 @triton.jit
-def store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE: tl.constexpr):
-    """Write one split's normalised rows, and their base-2 lse, to index `part` of the splits."""
+def store_split(parts_ptr, part_lses_ptr, state, rows, part, ROWS: tl.constexpr, SHAPE: tl.constexpr):
+    """Write one split's normalised rows, and their base-2 lse, to index `part` of the splits, which have ROWS rows."""
     m_i, l_i, acc = state
     dv = tl.arange(0, SHAPE.DV_PAD)
-    index = part * rows.row.shape[0] + rows.row
-    empty = l_i == 0.0  # then acc is 0
-    l_i = tl.where(empty, 1.0, l_i)
-    acc = acc / l_i[:, None]
-    lse = tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))
+    index = part * ROWS + rows.row
+    acc, lse = normalised(m_i, l_i, acc)
     exists = rows.row < rows.num_rows
     mask = exists[:, None] & (dv < SHAPE.DV)[None, :]
     tl.store(parts_ptr + index[:, None] * SHAPE.DV + dv[None, :], acc, mask=mask)

@@ -17,8 +17,8 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._mask import LARGEST_INT, Mask, MaskKind, end_key, first_key, in_ranges, sees
-from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks, query_edge
-from ragged_attention.kernels_triton._splits import Batch, find_rows
+from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
+from ragged_attention.kernels_triton._splits import Batch, find_rows, length_of
 from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
 
 MOST_TOKENS = 16  # the sums of the tokens' bits fit 31 bits
@@ -165,17 +165,6 @@ def keys_of_step(visits, block, step, mask, LISTS: tl.constexpr, BLOCK_KV: tl.co
         token = tl.minimum(visits.row // LISTS.GROUP, LISTS.TOKENS)  # rows after the job's last token have no bit
         seen = ((seers[None, :] >> token[:, None]) & 1) != 0
     return key, readable, seen
-
-
-@triton.jit
-def length_of(seq, kv_lens_ptr, capacity, PACKED: tl.constexpr):
-    """The keys of a sequence. For PACKED sequences, `kv_lens_ptr` is cu_kv_lens, and `capacity` counts all keys."""
-    if PACKED:
-        start = query_edge(kv_lens_ptr, seq, capacity)
-        kv_len = tl.maximum(query_edge(kv_lens_ptr, seq + 1, capacity) - start, 0)
-    else:
-        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
-    return kv_len
 
 
 @triton.jit

@@ -13,9 +13,9 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._mask import LARGEST_INT, Mask, MaskKind
-from ragged_attention.kernels_triton._selected import length_of, visible_blocks
+from ragged_attention.kernels_triton._selected import visible_blocks
 from ragged_attention.kernels_triton._sequences import VARYING, max_blocks, query_edge
-from ragged_attention.kernels_triton._splits import Batch, find_rows
+from ragged_attention.kernels_triton._splits import Batch, find_rows, length_of
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     Sizes,

@@ -15,7 +15,17 @@ from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import array_heads, load_scale
 from ragged_attention.kernels_triton._mask import Mask, Visible
-from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, add_values, load_keys, logits_of
+from ragged_attention.kernels_triton._pages import (
+    Attention,
+    Loop,
+    Pages,
+    add_values,
+    load_keys,
+    logits_of,
+    nothing_seen,
+    page_entries,
+    table_of,
+)
 from ragged_attention.kernels_triton._ragged import Shared, results
 from ragged_attention.kernels_triton._rows import (
     Factors,
@@ -27,6 +37,7 @@ from ragged_attention.kernels_triton._rows import (
     store_rows,
     store_split,
 )
+from ragged_attention.kernels_triton._segments import normalised, with_later
 from ragged_attention.kernels_triton._selected import (
     ListKind,
     Visits,
@@ -35,7 +46,6 @@ from ragged_attention.kernels_triton._selected import (
     joined_tokens,
     keys_of_blocks,
     keys_of_step,
-    length_of,
     list_kind,
     named_blocks,
     num_jobs,
@@ -43,14 +53,14 @@ from ragged_attention.kernels_triton._selected import (
 )
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences
 from ragged_attention.kernels_triton._softmax import online_softmax
-from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_rows, short_tokens
+from ragged_attention.kernels_triton._splits import MANY_TOKENS, Batch, find_rows, length_of, short_tokens
 from ragged_attention.kernels_triton._stored import RowPages, Slots
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, next_power_of_2, on_cuda_cores
 
 MIN_SPLIT = 256  # minimum keys per split
 MAX_SPLITS = 16
-INVARIANT_SPLITS = 8  # splits in batch-invariant mode, where a token's own list says how many of them have keys
-MIN_INVARIANT_SPLIT = 512  # minimum keys per split in batch-invariant mode: other tokens may fill the GPU
+SEGMENTS = 8  # segments of a token's own blocks in batch-invariant mode, some of which may have no blocks
+MIN_SEGMENT = 512  # minimum keys per segment, but of the last
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -62,7 +72,8 @@ class Config(Constants):
     LISTS: ListKind
     BLOCK_Q: int  # rows per program
     SPLITS: int  # splits per job and KV head
-    LEAST_STEPS: int  # steps of each split but the last
+    SEGMENTS: int  # segments of a job's blocks; 0 without. Each is a split, or one program visits all
+    LEAST_STEPS: int  # steps of each segment or split but the last
     COMBINED: bool  # whether K and V are interleaved in one array
     HAS_NUM_SEQS: bool
 
@@ -70,11 +81,11 @@ class Config(Constants):
 @triton.jit
 def pages_of_blocks(pages, block, step, last, LISTS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
     """The page of each key of a step, or of all its keys if one page and one block hold them; -1 for no page."""
-    if LISTS.BLOCK_SIZE >= BLOCK_KV and PAGE_SIZE % BLOCK_KV == 0:
+    if LISTS.BLOCK_SIZE >= BLOCK_KV and PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_KV == 0:
         keys = block * LISTS.BLOCK_SIZE + step % (LISTS.BLOCK_SIZE // BLOCK_KV) * BLOCK_KV
     else:
         keys = keys_of_blocks(block, step, LISTS, BLOCK_KV)
-    return tl.load(pages.table_ptr + keys // PAGE_SIZE, mask=(keys >= 0) & (keys < last), other=-1)
+    return page_entries(pages.table_ptr, keys, (keys >= 0) & (keys < last), PAGE_SIZE)
 
 
 @triton.jit
@@ -84,11 +95,8 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
     Blocks and their pages are looked up one iteration ahead.
     """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
-    ROWS: tl.constexpr = queries.q.shape[0]
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
-    m_i = tl.full([ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, SHAPE.DV_PAD], tl.float32)
+    m_i, l_i, acc = nothing_seen(queries.q.shape[0], SHAPE.DV_PAD)
     next_block = blocks_of_step(visits, visits.begin, LISTS, BLOCK_KV)
     next_page = pages_of_blocks(pages, next_block, visits.begin, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
     for step in range(visits.begin, visits.end):
@@ -145,7 +153,7 @@ def selected_kernel(
         high = 0
         kv_len = 0
         if live:
-            kv_len = length_of(seq, kv_lens_ptr, capacity, False)
+            kv_len = length_of(seq, kv_lens_ptr, capacity, SHAPE.PAGE_SIZE == 0)
             low = kv_len - q_len + first
             high = kv_len - q_len + tl.minimum(first + LISTS.TOKENS, q_len) - 1
         first_row = first * GROUP
@@ -167,28 +175,40 @@ def selected_kernel(
                 v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
                 v_scales_ptr + kv_head.to(tl.int64) * v_scales_stride,
             ),
-            page_indices_ptr + row_of_table.to(tl.int64) * table_stride, num_pages,
+            table_of(page_indices_ptr, row_of_table, table_stride, kv_lens_ptr, capacity, SHAPE.PAGE_SIZE), num_pages,
         )  # fmt: skip
         position = kv_len - q_len + rows.row // GROUP
         visible = Visible(0, kv_len, low, high, position, kv_len, kv_len - q_len, 0, 0)
         named = named_blocks(lists_ptr, job, kv_head, LISTS)
         steps = steps_of(named, LISTS, CONFIG.ATTENTION.LOOP.BLOCK_KV)
-        each = (steps + SPLITS - 1) // SPLITS
+        parts: tl.constexpr = SPLITS if CONFIG.SEGMENTS == 0 else CONFIG.SEGMENTS
+        each = (steps + parts - 1) // parts
         if CONFIG.LEAST_STEPS > 1:
             each = tl.maximum(each, CONFIG.LEAST_STEPS)
-        begin = tl.minimum(split * each, steps)
-        visits = Visits(
-            named.ptr, named.num_blocks, begin, tl.minimum(begin + each, steps), row, start + first, low,
-            kv_len - q_len, kv_len,
-        )  # fmt: skip
-        state = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
+        if CONFIG.SEGMENTS > SPLITS:
+            state = nothing_seen(BLOCK_Q, SHAPE.DV_PAD)
+            for begin in range(0, steps, each):
+                visits = Visits(
+                    named.ptr, named.num_blocks, begin, tl.minimum(begin + each, steps), row, start + first, low,
+                    kv_len - q_len, kv_len,
+                )  # fmt: skip
+                m_i, l_i, acc = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
+                attended, lse = normalised(m_i, l_i, acc)
+                state = with_later(state, attended, lse)
+        else:
+            begin = tl.minimum(split * each, steps)
+            visits = Visits(
+                named.ptr, named.num_blocks, begin, tl.minimum(begin + each, steps), row, start + first, low,
+                kv_len - q_len, kv_len,
+            )  # fmt: skip
+            state = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
         if SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
         else:
             part = ((start + first).to(tl.int64) * SPLITS + split) * (SHAPE.NUM_HEADS // GROUP) + kv_head
             rows = Rows(tl.arange(0, BLOCK_Q), num_rows - first_row - block_of_rows * BLOCK_Q, start, kv_head)
-            store_split(parts_ptr, part_lses_ptr, state, rows, part * ROW_BLOCKS + block_of_rows, SHAPE)
+            store_split(parts_ptr, part_lses_ptr, state, rows, part * ROW_BLOCKS + block_of_rows, BLOCK_Q, SHAPE)
 
 
 # ---- host side
@@ -212,8 +232,12 @@ def num_programs(call: Any, tokens: int) -> int:
 
 
 def invariant_fields(call: Any) -> dict[str, int]:
-    """`tile_fields` for batch-invariant mode: no size depends on the batch, nor on how far its lists are padded."""
-    return {**sizes_of(call, 1), "num_splits": INVARIANT_SPLITS}
+    """`tile_fields` for batch-invariant mode: no size that changes a bit depends on the batch or on padding of lists.
+
+    There are splits if there are too few tokens to fill the GPU. They take memory.
+    """
+    few = num_programs(call, 1) < 2 * call.device.num_multiprocessors
+    return {**sizes_of(call, 1), "num_splits": SEGMENTS if few else 1}
 
 
 def decodes(call: Any) -> bool:
@@ -244,8 +268,10 @@ def sizes_of(call: Any, tokens: int) -> dict[str, int]:
 def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) -> list[Any]:
     """Enqueue the kernels; returns out and lse."""
     numbers, attention = shared.numbers, shared.constants["ATTENTION"]
-    splits = tile.num_splits
-    lists = list_kind(call, 1 if splits > 1 or tile.invariant else tile.joined_tokens, call.capacity, attention["MASK"])
+    splits, segments = tile.num_splits, SEGMENTS if tile.invariant else 0
+    if segments and splits > 1:
+        splits = segments
+    lists = list_kind(call, 1 if splits > 1 or segments else tile.joined_tokens, call.capacity, attention["MASK"])
     rows = lists.plain.TOKENS * call.group
     block_q = max(16, min(next_power_of_2(rows), tile.block_q))
     row_blocks = cdiv(rows, block_q)
@@ -257,6 +283,7 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
         (cu_q_lens, kv_lens, num_seqs),
         {name: numbers[name] for name in ("num_tokens", "max_num_seqs", "capacity", "window")},
         has_num_seqs=call.num_seqs is not None,
+        packed=call.page_size == 0,
     )
     constants = {name: shared.constants[name] for name in ("SCALING", "COMBINED", "HAS_NUM_SEQS")}
     loop = Loop(BLOCK_KV=tile.block_kv, EDGE_KV=tile.block_kv, WEIGHT_TERMS=weight_terms, MASKED_BELOW=0)
@@ -278,18 +305,21 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
             LISTS=lists,
             BLOCK_Q=block_q,
             SPLITS=splits,
-            LEAST_STEPS=MIN_INVARIANT_SPLIT // tile.block_kv if tile.invariant else 1,
+            SEGMENTS=segments,
+            LEAST_STEPS=MIN_SEGMENT // tile.block_kv if segments else 1,
             **constants,
         ),
         **numbers,
     )
     if splits == 1 or not call.num_tokens:
         return [out, lse]
-    return merge_splits(call, launch, shared, stored, (out, lse), splits, row_blocks * block_q)
+    rows = row_blocks * block_q
+    return merge_splits(call, launch, shared, stored, (out, lse), splits, rows, in_order=segments > 0)
 
 
 def merge_splits(
-    call: Any, launch: Any, shared: Shared, stored: list[Any], target: tuple[Any, Any], splits: int, rows: int
+    call: Any, launch: Any, shared: Shared, stored: list[Any], target: tuple[Any, Any], splits: int, rows: int, *,
+    in_order: bool,
 ) -> list[Any]:
     """Enqueue the merge of the splits' results, of `rows` rows for each token, KV head and split, into `target`."""
     cu_q_lens, kv_lens, num_seqs = (shared.arrays[name] for name in ("cu_q_lens", "kv_lens", "num_seqs"))
@@ -317,6 +347,7 @@ def merge_splits(
         MASK=None,
         LISTS=None,
         EVEN=True,
+        IN_ORDER=in_order,
         LSE_BY_HEAD=False,
         HAS_NUM_SEQS=False,
         V_SCALE_STRIDE=shared.constants["SCALING"].plain.V_SCALE_STRIDE,

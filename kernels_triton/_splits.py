@@ -5,9 +5,10 @@ as in decode and speculative decode. Its keys may be divided into several splits
 kernel then merges the splits' results. A long sequence has one program per block of rows, which visits all keys that
 the rows see. Each program finds its own sequence and keys, so grids follow from shapes alone.
 
-There are three ways to split the keys of short sequences:
+There are four ways to split the keys of short sequences:
 - Balanced: the whole batch gets about `num_splits` splits, all with the same number of key blocks.
 - Batch-invariant: each sequence gets up to `num_splits` splits, which depend on its own length only.
+- Segmented: each segment of keys is a split; see `_segments`. A sequence can have up to `num_splits` of them.
 - Scheduled: the caller's schedule decides (`make_decode_schedule`).
 """
 
@@ -19,6 +20,7 @@ import triton.language as tl
 
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._mask import key_range
+from ragged_attention.kernels_triton._segments import number_of_segments
 from ragged_attention.kernels_triton._sequences import find_segment, query_edge, segment_edge
 from ragged_attention.kernels_triton._tiles import cdiv
 
@@ -38,6 +40,8 @@ class Division(Constants):
     BLOCK_KV: int  # keys per block; a split consists of whole blocks
     SPLIT_KV: bool  # whether sequences can have several splits
     BATCH_INVARIANT: bool = False  # whether a sequence's splits depend on its own length only
+    SEGMENT: int = 0  # keys per segment, if each segment is a split; else 0
+    PACKED: bool = False  # whether keys are packed: then `Batch.kv_lens_ptr` is cu_kv_lens
     COMPACT: bool = False  # whether sequences with one split take no memory for split results
     ALL_SEQUENCES: bool = False  # whether the launch also computes long sequences and rows that belong to no sequence
     MIN_BLOCKS: int = 1  # minimum blocks per split, unless the sequence has fewer
@@ -52,7 +56,7 @@ class Batch(NamedTuple):
     num_seqs: tl.tensor  # live sequences
     max_num_seqs: tl.tensor  # rows of the page table
     num_tokens: tl.tensor
-    capacity: tl.tensor  # keys that one row of the page table can address
+    capacity: tl.tensor  # keys that one row of the page table can address, or the number of all packed keys
 
 
 class Split(NamedTuple):
@@ -122,6 +126,17 @@ def find_rows(block, batch, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def length_of(seq, kv_lens_ptr, capacity, PACKED: tl.constexpr):
+    """The keys of a sequence. For PACKED sequences, `kv_lens_ptr` is cu_kv_lens, and `capacity` counts all keys."""
+    if PACKED:
+        start = query_edge(kv_lens_ptr, seq, capacity)
+        kv_len = tl.maximum(query_edge(kv_lens_ptr, seq + 1, capacity) - start, 0)
+    else:
+        kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+    return kv_len
+
+
+@triton.jit
 def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr):
     """(start, q_len, kv_len, first, last) of one or more sequences; see `Split`.
 
@@ -134,7 +149,7 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
     if not DIVISION.ALL_SEQUENCES:
         ours = ours & ((stop - start) * DIVISION.GROUP <= DIVISION.SHORT_ROWS)
     q_len = tl.where(ours, stop - start, 0)
-    kv_len = tl.minimum(tl.maximum(tl.load(batch.kv_lens_ptr + row), 0), batch.capacity)
+    kv_len = length_of(row, batch.kv_lens_ptr, batch.capacity, DIVISION.PACKED)
     first, last = key_range(kv_len - q_len, kv_len - 1, kv_len, mask, KIND)
     return start, q_len, kv_len, first, last
 
@@ -167,6 +182,13 @@ def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def segments_of_sequence(q_len, first, last, DIVISION: tl.constexpr):
+    """The segments of the keys [first, last) that have a program each: one for all of a long sequence."""
+    segments = number_of_segments(first, last, DIVISION.SEGMENT)
+    return tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, segments, 1)
+
+
+@triton.jit
 def find_later_rows(index, batch, DIVISION: tl.constexpr):
     """(sequence, first row) of a block of rows. Its `index` numbers all blocks but the first of each sequence."""
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
@@ -184,7 +206,7 @@ def find_later_rows(index, batch, DIVISION: tl.constexpr):
 def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
     """The maximum number of splits of the batch. With ALL_SEQUENCES, later programs run `find_later_rows`."""
     most = max_num_seqs
-    if DIVISION.BATCH_INVARIANT:
+    if DIVISION.BATCH_INVARIANT or DIVISION.SEGMENT > 0:
         most = max_num_seqs * num_splits
     elif DIVISION.SPLIT_KV:
         most = max_num_seqs + num_splits
@@ -198,6 +220,10 @@ def stored_splits(seq, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl
         _, q_len, _, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
         splits, _ = splits_of_sequence(blocks_of_sequence(q_len, first, last, DIVISION), num_splits,
                                        DIVISION.MIN_BLOCKS)  # fmt: skip
+        place = seq * num_splits
+    elif DIVISION.SEGMENT:
+        _, q_len, _, first, last = short_sequence(seq, batch, mask, KIND, DIVISION)
+        splits = segments_of_sequence(q_len, first, last, DIVISION)
         place = seq * num_splits
     else:
         counts, _ = balanced_splits(batch, mask, num_splits, KIND, DIVISION)
@@ -222,7 +248,7 @@ def find_split(entry, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.
     most = most_splits(batch.max_num_seqs, num_splits, DIVISION)
     if DIVISION.ALL_SEQUENCES and entry >= most:
         seq, first_row = find_later_rows(entry - most, batch, DIVISION)
-    elif DIVISION.BATCH_INVARIANT:
+    elif DIVISION.BATCH_INVARIANT or DIVISION.SEGMENT > 0:
         seq = entry // num_splits
         number = entry % num_splits
     elif DIVISION.SPLIT_KV:
@@ -239,6 +265,9 @@ def find_split(entry, batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.
     if DIVISION.BATCH_INVARIANT:
         blocks = blocks_of_sequence(q_len, first, last, DIVISION)
         splits, each = splits_of_sequence(blocks, num_splits, DIVISION.MIN_BLOCKS)
+        q_len = tl.where(number < splits, q_len, 0)
+    if DIVISION.SEGMENT:
+        splits = segments_of_sequence(q_len, first, last, DIVISION)
         q_len = tl.where(number < splits, q_len, 0)
     return Split(seq, start, q_len, kv_len, first, last, number, splits, each, place, first_row)
 

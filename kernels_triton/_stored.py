@@ -57,8 +57,11 @@ class Slots(NamedTuple):
 
 @triton.jit
 def addresses(first_ptr, page_stride, slot_stride, slots, PAGE_SIZE: tl.constexpr):
-    """The address of each key's row, given that of the first row."""
-    return first_ptr + slots.page.to(tl.int64) * page_stride + (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
+    """The address of each key's row, given that of the first row. A page has one key if PAGE_SIZE is 0."""
+    pages = first_ptr + slots.page.to(tl.int64) * page_stride
+    if PAGE_SIZE > 0:
+        pages += (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
+    return pages
 
 
 @triton.jit

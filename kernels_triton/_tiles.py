@@ -23,6 +23,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+NARROWEST = 16  # the minimum number of columns of a matrix product
+
+
 def item_size(array: Any) -> int:
     return {"float32": 4, "float16": 2, "bfloat16": 2}.get(dtype_name(array), 1)
 

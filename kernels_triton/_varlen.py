@@ -34,9 +34,8 @@ from ragged_attention.kernels_triton._selected import (
 )
 from ragged_attention.kernels_triton._sequences import Edges, find_segment, max_blocks, query_edge, segment_edge
 from ragged_attention.kernels_triton._softmax import matmul
-from ragged_attention.kernels_triton._tiles import WGMMA, cdiv, fit, item_size, next_power_of_2
+from ragged_attention.kernels_triton._tiles import NARROWEST, WGMMA, cdiv, fit, item_size, next_power_of_2
 
-NARROWEST = 16  # the minimum number of columns of a matrix product
 LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # maximum that tokens, or heads, contribute to a 32-bit offset
 LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # no block has more than 256 rows
 

@@ -6,7 +6,8 @@ merges the splits of each row. All other sequences go to the *tile* kernel, whic
 
 Grids are upper bounds that follow from shapes alone, so the host reads nothing back from the device. A program of the
 tile kernel finds its sequence by binary search over `cu_q_lens`. A program of the split kernel finds its split by sums
-over all lengths or, in batch-invariant mode, from its index. A program without work returns at once.
+over all lengths or, if each segment of keys is a split (`_segments`), from its index. A program without work returns at
+once.
 
 Both kernels find their rows and keys (`_splits`), load the rows (`_rows`), run the FlashAttention loop over keys
 (`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named tuple. Compile-time constants
@@ -35,13 +36,13 @@ from ragged_attention.kernels_triton._formats import (
 from ragged_attention.kernels_triton._key_ranges import smaller_block
 from ragged_attention.kernels_triton._mask import (
     Mask,
-    key_limit,
+    hides_first_keys,
     mask_arguments,
     max_visible_keys,
     ranges_array,
     visible_keys,
 )
-from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Shape, attend_range
+from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Shape, attend_all, table_of
 from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._rows import (
     Factors,
@@ -54,10 +55,10 @@ from ragged_attention.kernels_triton._rows import (
     store_rows,
     store_split,
 )
+from ragged_attention.kernels_triton._segments import MAX_PARTS, SEGMENT, expect_segments
 from ragged_attention.kernels_triton._selected import MOST_TOKENS, too_long
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._splits import (
-    FEW_TOKENS,
     LARGEST_INT,
     MAX_SPLITS,
     SEQUENCES,
@@ -65,6 +66,7 @@ from ragged_attention.kernels_triton._splits import (
     Division,
     find_rows,
     find_split,
+    length_of,
     most_tokens,
     possible_tile,
     sequences_together,
@@ -80,6 +82,7 @@ from ragged_attention.kernels_triton._stored import (
     value_dtype,
 )
 from ragged_attention.kernels_triton._tiles import (
+    NARROWEST,
     cdiv,
     expect_between,
     expect_power_of_two,
@@ -89,8 +92,6 @@ from ragged_attention.kernels_triton._tiles import (
 )
 
 MIN_SPLIT = 256  # minimum keys per split: a smaller split does not pay for an extra program
-MIN_INVARIANT_SPLIT = 1024  # minimum keys per split in batch-invariant mode: other sequences may fill the GPU
-INVARIANT_SPLITS = 16  # maximum splits per sequence in batch-invariant mode: 128 programs with 8 KV heads
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
     "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
@@ -113,7 +114,7 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    invariant: bool = False  # batch-invariant mode: num_splits is per sequence; the tile kernel visits keys in order
+    segment_kv: int = 0  # keys per segment; 0 without segments. Then both kernels have `block_q` rows and `block_kv` keys
     joined_tokens: int = 1  # tokens per program that attends to selected blocks; then num_splits is per token
 
     def __post_init__(self) -> None:
@@ -123,6 +124,11 @@ class Tile:
         expect_between(self, num_stages=(1, 8), split_num_stages=(1, 8), num_splits=(1, MAX_SPLITS))
         if not isinstance(self.split_weights_below, int) or self.split_weights_below < 0:
             raise InvalidInput(f"expected split_weights_below >= 0, got {self.split_weights_below!r}")
+        expect_segments(self)
+
+    @property
+    def invariant(self) -> bool:
+        return self.segment_kv > 0
 
 
 def why_not(call: RaggedPagedAttention) -> str | None:
@@ -138,17 +144,21 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 def invariant_tile(call: RaggedPagedAttention) -> Tile:
-    """A batch-invariant tile: no size depends on the batch.
-
-    The tile kernel visits all keys in order, in its masked loop. So a row's result does not depend on which other rows
-    are in its block.
-    """
+    """A batch-invariant tile: no size that changes a bit depends on the batch or on pages; see `_segments`."""
     if call.selected is not None:
-        return Tile(**_selected_pages.invariant_fields(call), invariant=True)
-    limit = key_limit(call)
-    split = limit is None or limit > MIN_INVARIANT_SPLIT
-    fields = _paged_tiles.tile_fields(call, FEW_TOKENS)
-    return Tile(**fields, num_splits=INVARIANT_SPLITS if split else 1, invariant=True)
+        return Tile(**_selected_pages.invariant_fields(call), segment_kv=SEGMENT)
+    return Tile(**_paged_tiles.segment_fields(call, short_tokens(call)), segment_kv=SEGMENT)
+
+
+def segments_to_split(call: Any, tile: Tile) -> int:
+    """The segments of a short sequence that have a program each; 1 if one program visits all.
+
+    Results of segments that are merged later take memory, and many sequences fill the GPU anyway.
+    """
+    tokens = max(tile.split_block_q // call.group, 1)
+    keys = max_visible_keys(call, tokens)
+    segments = max(cdiv(keys, tile.segment_kv) + (keys < call.capacity), 1)  # a window may begin within a segment
+    return segments if call.max_num_seqs * segments * call.num_kv_heads <= MAX_PARTS else 1
 
 
 def splits(call: Any) -> int:
@@ -204,7 +214,7 @@ def tile_kernel(
         high = 0
         kv_len = 0
         if live:
-            kv_len = tl.minimum(tl.maximum(tl.load(kv_lens_ptr + seq), 0), capacity)
+            kv_len = length_of(seq, kv_lens_ptr, capacity, CONFIG.DIVISION.PACKED)
             low = kv_len - q_len + first_row // GROUP
             high = kv_len - q_len + tl.minimum((first_row + BLOCK_Q - 1) // GROUP, q_len - 1)
         rows = Rows(first_row + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
@@ -222,11 +232,11 @@ def tile_kernel(
                 v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
                 v_scales_ptr + kv_head.to(tl.int64) * v_scales_stride,
             ),
-            page_indices_ptr + seq.to(tl.int64) * table_stride, num_pages,
+            table_of(page_indices_ptr, seq, table_stride, kv_lens_ptr, capacity, SHAPE.PAGE_SIZE), num_pages,
         )  # fmt: skip
         visible = visible_keys(rows, low, high, q_len, kv_len, mask, GROUP, KIND)
         begin = visible.first // EDGE_KV * EDGE_KV
-        state = attend_range(queries, begin, visible.last, visible, mask, pages, CONFIG.ATTENTION)
+        state = attend_all(queries, begin, visible.last, visible, mask, pages, CONFIG.ATTENTION)
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
         if KIND.RANGES:  # registers are short
             rows = Rows(first_row + zero_after(state[1]) + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
@@ -271,7 +281,12 @@ def split_kernel(
     num_rows = split.q_len * SHAPE.GROUP
     begin = split.seen_first // BLOCK_KV * BLOCK_KV
     stop = split.seen_end
-    if DIVISION.SPLIT_KV:
+    if DIVISION.SEGMENT:
+        if split.splits > 1:
+            segment = (split.seen_first // DIVISION.SEGMENT + split.number) * DIVISION.SEGMENT
+            begin = tl.maximum(begin, segment)
+            stop = tl.minimum(stop, segment + DIVISION.SEGMENT)
+    elif DIVISION.SPLIT_KV:
         begin += split.number * split.blocks_each * BLOCK_KV
         end = begin + tl.minimum(split.blocks_each * BLOCK_KV, split.seen_end - begin)
         stop = tl.where(split.splits > 1, end, split.seen_end)
@@ -291,17 +306,17 @@ def split_kernel(
                 v_ptr + v_head * v_head_stride, v_page_stride, v_slot_stride,
                 v_scales_ptr + kv_head.to(tl.int64) * v_scales_stride,
             ),
-            page_indices_ptr + split.seq.to(tl.int64) * table_stride, num_pages,
+            table_of(page_indices_ptr, split.seq, table_stride, kv_lens_ptr, capacity, SHAPE.PAGE_SIZE), num_pages,
         )  # fmt: skip
         low = split.kv_len - split.q_len
         visible = visible_keys(rows, low, split.kv_len - 1, split.q_len, split.kv_len, mask, SHAPE.GROUP, KIND)
-        state = attend_range(queries, begin, stop, visible, mask, pages, CONFIG.ATTENTION)
+        state = attend_all(queries, begin, stop, visible, mask, pages, CONFIG.ATTENTION)
         if not DIVISION.SPLIT_KV or split.splits == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(output, state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
         else:
             part = split.place.to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
-            store_split(parts_ptr, part_lses_ptr, state, rows, part, SHAPE)
+            store_split(parts_ptr, part_lses_ptr, state, rows, part, DIVISION.SHORT_ROWS, SHAPE)
     if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:
         gdc_wait()  # the next kernel waits for this one only, but also needs the rows of the tile kernel
 
@@ -368,9 +383,9 @@ def shape_of(call: Any, v_head_dim: int, launch: Any) -> Shape:
         NUM_HEADS=call.num_q_heads,
         PAGE_SIZE=call.page_size,
         D=call.head_dim,
-        D_PAD=next_power_of_2(call.head_dim),
+        D_PAD=max(next_power_of_2(call.head_dim), NARROWEST),
         DV=v_head_dim,
-        DV_PAD=next_power_of_2(v_head_dim),
+        DV_PAD=max(next_power_of_2(v_head_dim), NARROWEST),
         K=stored_of(call.k_format, arch, call.k_scale_pages, launch),
         V=stored_of(call.v_format, arch, call.v_scale_pages, launch),
         V_DTYPE=DTYPES[value_dtype(call)],
@@ -399,9 +414,12 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
         BLOCK_KV=tile.block_kv,
         EDGE_KV=min(tile.edge_kv, tile.block_kv),
         WEIGHT_TERMS=1,
-        MASKED_BELOW=LARGEST_INT.value if tile.invariant else masked_below,  # the masked loop visits keys in order
+        MASKED_BELOW=masked_below,
     )
-    division = Division(GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False)
+    division = Division(
+        GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False, PACKED=call.page_size == 0
+    )
+    loop = loop_of_segments(call, tile) if tile.segment_kv else loop
     return launch(
         tile_kernel,
         (max_blocks(call.num_tokens * call.group, tile.block_q, call.max_num_seqs), call.num_kv_heads),
@@ -414,6 +432,18 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
     )
 
 
+def loop_of_segments(call: Any, tile: Tile) -> Loop:
+    """The `Loop` of both attention kernels if there are segments."""
+    in_order = hides_first_keys(call)
+    return Loop(
+        BLOCK_KV=tile.block_kv,
+        EDGE_KV=tile.block_kv,
+        WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
+        MASKED_BELOW=LARGEST_INT.value if in_order else 0,
+        SEGMENT=tile.segment_kv,
+    )
+
+
 def split_edge(call: Any, block_kv: int) -> int:
     """The keys per block of the split kernel's masked loop: with ranges of keys, 64 would take too many registers."""
     return smaller_block(block_kv) if call.num_ranges and block_kv > 32 else block_kv
@@ -421,15 +451,24 @@ def split_edge(call: Any, block_kv: int) -> int:
 
 def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
     """Enqueue the split kernel and, if needed, the combine kernel; returns out and lse. See `run_splits`."""
+    if tile.segment_kv:
+        tile = dataclasses.replace(
+            tile,
+            split_block_kv=tile.block_kv,
+            split_num_warps=tile.num_warps,
+            split_num_stages=tile.num_stages,
+            num_splits=segments_to_split(call, tile),
+        )
     split_kv = tile.num_splits > 1
     division = Division(
         GROUP=call.group,
         SHORT_ROWS=tile.split_block_q,
         BLOCK_KV=tile.split_block_kv,
         SPLIT_KV=split_kv,
-        BATCH_INVARIANT=split_kv and tile.invariant,
+        SEGMENT=tile.segment_kv if split_kv else 0,
+        PACKED=call.page_size == 0,
         ALL_SEQUENCES=target is None,
-        MIN_BLOCKS=cdiv(MIN_INVARIANT_SPLIT if tile.invariant else MIN_SPLIT, tile.split_block_kv),
+        MIN_BLOCKS=cdiv(MIN_SPLIT, tile.split_block_kv),
         MAX_SEQS=sequences_together(call.max_num_seqs) if target is None or split_kv else 1,
     )
     loop = Loop(
@@ -438,6 +477,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
         WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
         MASKED_BELOW=0,
     )
+    loop = loop_of_segments(call, tile) if tile.segment_kv else loop
     entries, _ = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     later = 0 if target else call.num_tokens * call.group // tile.split_block_q
     return run_splits(
@@ -454,7 +494,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
         num_warps=tile.split_num_warps,
         num_stages=tile.split_num_stages,
         num_splits=tile.num_splits,
-        CONFIG=config_of(shared, loop, division, tile.split_block_q),
+        CONFIG=config_of(shared, loop, division, tile.block_q if tile.segment_kv else tile.split_block_q),
     )
 
 

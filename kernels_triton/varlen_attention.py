@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from ragged_attention.calls import VarlenAttention
-from ragged_attention.kernels_triton import _varlen
+from ragged_attention.kernels_triton import _varlen, ragged_paged_attention
 from ragged_attention.kernels_triton._bias import Table, bias_arguments, capped_and_biased, load_slopes, table_of
 from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends
 from ragged_attention.kernels_triton._mask import Mask, may_read, ranges_array, sees_of
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
+from ragged_attention.kernels_triton._segments import expect_segments
 from ragged_attention.kernels_triton._selected import (
     MOST_TOKENS,
     blocks_of_step,
@@ -72,11 +73,13 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 2
     joined_tokens: int = 1  # tokens per program that attends to selected blocks
+    segment_kv: int = 0  # keys per segment; 0 without. Segments are those of `ragged_paged_attention`, whose kernels run
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_q=(16, 256), block_kv=(16, 256), num_warps=(1, 16))
         expect_power_of_two(self, joined_tokens=(1, MOST_TOKENS))
         expect_between(self, num_stages=(1, 8))
+        expect_segments(self)
 
 
 def why_not(call: VarlenAttention) -> str | None:
@@ -85,16 +88,16 @@ def why_not(call: VarlenAttention) -> str | None:
 
 def heuristic(call: VarlenAttention) -> Tile:
     """A tile that fits registers and shared memory; see docs/compile_matrix.md."""
-    tile = invariant_tile(call)
-    tokens = joined_tokens(call, tile.block_q, call.num_kv_tokens)
-    return dataclasses.replace(tile, block_q=_varlen.rows_at_most(call, tile.block_q), joined_tokens=tokens)
+    tile = sizes(call)
+    keys, stages = _varlen.fit_rows(call, tile.rows * sum(_varlen.widths(call)[0]), tile.keys, tile.stages)
+    tile = tile._replace(rows=_varlen.rows_at_most(call, tile.rows), keys=keys, stages=stages)
+    return Tile(**tile.fields("block_q"), joined_tokens=joined_tokens(call, tile.rows, call.num_kv_tokens))
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
-    """A batch-invariant tile: the tile of a large batch."""
-    tile = sizes(call)
-    keys, stages = _varlen.fit_rows(call, tile.rows * sum(_varlen.widths(call)[0]), tile.keys, tile.stages)
-    return Tile(**tile._replace(keys=keys, stages=stages).fields("block_q"))
+    """A batch-invariant tile, with which a query has the same bits as in `ragged_paged_attention`."""
+    tile = ragged_paged_attention.invariant_tile(call.as_ragged())
+    return Tile(**{field.name: getattr(tile, field.name) for field in dataclasses.fields(Tile)})
 
 
 def sizes(call: Any) -> Sizes:
@@ -255,8 +258,17 @@ def forward_kernel(
         store_rows(out_ptr, start, kv_head, first_row, times(acc, factor[:, None]), exists, BLOCK_Q, CONFIG.OUT)
 
 
+def run_as_ragged(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernels of `ragged_paged_attention` over packed keys; returns out and lse."""
+    ragged = call.as_ragged()
+    chosen = ragged_paged_attention.invariant_tile(ragged)
+    return ragged_paged_attention.run(ragged, dataclasses.replace(chosen, **dataclasses.asdict(tile)), launch)
+
+
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns out and lse."""
+    if tile.segment_kv:
+        return run_as_ragged(call, tile, launch)
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
     sinks, slopes = (edges[0] if heads is None else launch.packed(heads) for heads in (call.sinks, call.alibi_slopes))
     bias, bias_form = bias_arguments(call, launch, edges[0])

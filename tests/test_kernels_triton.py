@@ -278,7 +278,9 @@ def test_splits_of_more_sequences_than_a_program_sums_over(
         monkeypatch.setattr(module, "SEQUENCES", (4, 8))
     spec = Spec(lens=MANY, group=2, dtype="float32", poison="nan")
     batch = RaggedLatentSpec(tables=spec).build() if latent else spec.build()
-    check_attention(runner_for("triton", "torch"), batch, {"num_splits": 3, "invariant": invariant})
+    segments = {"segment_kv": 64} if invariant else {}
+    options = {"num_splits": 3, "invariant": invariant} if latent else {"num_splits": 3, **segments}
+    check_attention(runner_for("triton", "torch"), batch, options)
 
 
 @pytest.mark.parametrize("window", [None, 100, 300, 5000])

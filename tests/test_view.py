@@ -147,7 +147,9 @@ def latent(num_q: int, kv_lens: Any, scheduled: bool = False, **more: Any) -> vi
 BATCHES: dict[str, tuple[view.Batch, dict[str, Any]]] = {
     "splits": (paged((1, 1, 1), (1100, 40, 300)), {"num_splits": 6}),
     "one split each": (paged((1, 1), (300, 33)), {"num_splits": 1}),
-    "own splits": (paged((1, 1), (2500, 33)), {"num_splits": 3, "invariant": True}),
+    "segments as splits": (paged((1, 3), (2500, 33)), {"segment_kv": 1024}),
+    "segments of a window": (paged((1, 40), (2500, 300), sliding_window=70), {"segment_kv": 64, "edge_kv": 64}),
+    "segments of ranges": (paged(*MIXED, "prefix=70,40", key_ranges=2), {"segment_kv": 64, "split_block_q": 16}),
     "decode of few tokens": (paged((3, 1), (300, 33)), {"num_splits": 4, "split_block_q": 16}),
     "mixed": (paged(*MIXED), {"block_q": 16, "block_kv": 64, "edge_kv": 16, "split_weights_below": 50}),
     "mixed with care": (paged(*MIXED), {"block_q": 32, "block_kv": 32, "edge_kv": 32}),

@@ -73,6 +73,8 @@ class PagedCase(Case, Sample):
             rows = group * (1 if self.batch_invariant or self.key_ranges else min(max(self.q_lens), 16))
         # The addresses of a draft mask's or a relative bias's entries leave too few registers for a tile of 64 rows.
         looks_up = self.draft is not None or self.relative_bias
+        if self.batch_invariant:  # programs have two accumulators
+            looks_up = looks_up or self.sliding_window or self.key_ranges or self.form or self.head_dim > 128
         # So do stored scales beside heads of more than 128 columns.
         widest = LARGEST_WGMMA_HEAD if self.form is None else 128
         return rows if self.head_dim <= widest and not looks_up else 0
@@ -347,7 +349,20 @@ _MORE = (
     _batch("invariant_mixed", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True),
     _batch("invariant_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, **FP8),
     _batch("invariant_sinks", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, batch_invariant=True, sinks=True),
-    _batch("invariant_head_256", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, GEMMA2, batch_invariant=True, soft_cap=50.0),
+    *(
+        _batch(f"invariant_{name}", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, heads, batch_invariant=True, **options)
+        for name, heads, options in (
+            ("head_256", GEMMA2, {"soft_cap": 50.0}),
+            ("head_512", GEMMA4, {}),
+            ("head_80_float16", (32, 32, 80), {"dtype": "float16", "page_size": 64}),
+            ("window", GEMMA3, {"sliding_window": 2047}),
+            ("bias", LLAMA_8B, {"relative_bias": True}),
+            ("ranges", LLAMA_8B, {"key_ranges": 2}),
+            ("nvfp4", LLAMA_8B, {"kv_format": "nvfp4"}),
+        )
+    ),
+    _batch("invariant_float32", "-", [(64, 4 * K)], (8, 4, 80), batch_invariant=True, dtype="float32"),
+    _batch("invariant_draft", "-", [(8, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, draft=8),
     # As many ranges of keys as the masks of models take. With eight the kernels are right, but spill registers.
     _batch("one_range_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=1),
     _batch("two_ranges_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2),

@@ -42,6 +42,7 @@ class VarlenCase(Case, VarlenSample):
     kv_lens: tuple[int, ...]
     d_v: int = 128
     backward: bool = False
+    batch_invariant: bool = False
     num_tokens: int = dataclasses.field(init=False)
     max_num_seqs: int = dataclasses.field(init=False)
 
@@ -66,9 +67,11 @@ class VarlenCase(Case, VarlenSample):
         """Zero where registers do not suffice: for the addresses of biases, and for the widest heads' results."""
         if self.relative_bias or self.head_dim + self.d_v > 512:
             return 0
+        if self.batch_invariant and (self.sliding_window or self.head_dim > 128):  # programs have two accumulators
+            return 0
         tokens = max(self.q_lens)
         if self.selected:  # those of a job
-            tokens = 1 if self.key_ranges else min(tokens, 16)
+            tokens = 1 if self.key_ranges or self.batch_invariant else min(tokens, 16)
         return tokens * self.num_q_heads // self.num_kv_heads
 
     def needed_bytes(self) -> int:
@@ -320,5 +323,15 @@ _MORE = (
            causal=False),
     *_both("cross_96_72", "-", (500,) * 4, (12, 12), (96, 72), kv_lens=(700,) * 4, causal=False, sinks=True),
     *_both("one_of_everything", "-", (1,), (1, 1), (1, 1)),
+    *(
+        VarlenCase(name=f"mha_invariant_{name}", workload="-", q_lens=(4 * K,) * 2, kv_lens=(4 * K,) * 2,
+                   num_q_heads=heads, num_kv_heads=8, head_dim=width, d_v=128, batch_invariant=True, **options)
+        for name, heads, width, options in (
+            ("128", 32, 128, {}),
+            ("192_sinks", 16, 192, {"sinks": True, "dtype": "float16"}),
+            ("window", 32, 128, {"sliding_window": 1000}),
+            ("blocks", 32, 128, {"selected": 16, "block_size": 64}),
+        )
+    ),
 )  # fmt: skip
 COMPILED_ONLY = {case.name: case for case in _MORE}

@@ -124,7 +124,7 @@ def programs_of(lens: Sequence[int]) -> list[int]:
     """The keys of each program of a decode, in the order in which threads take them."""
     total, programs = float(sum(lens)), []
     for keys in lens:
-        num_splits = splits_of.py_func(keys, keys, total, SHARES, 0)
+        num_splits = splits_of.py_func(keys, keys, total, SHARES // NUM_KV_HEADS, 0)
         step = -(-keys // num_splits)
         for split in range(num_splits):
             programs += [min((split + 1) * step, keys) - split * step] * NUM_KV_HEADS

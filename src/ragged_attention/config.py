@@ -200,9 +200,10 @@ def set_backend(
         options: for each operation, the tunables of its backend: `{"ragged_paged_attention": {"block_kv": 64}}`.
         validate: "full" also checks the values of index arrays, which reads them back from the device; "static" does
             not.
-        batch_invariant: with True, the bits of a sequence's attention depend on that sequence alone, and not on the
-            other sequences, their number, or the sizes of tables. Backends that cannot promise this refuse the call.
-            Writes and conversions always have this property. For gradients, use `deterministic`.
+        batch_invariant: with True, the bits of a query's attention over keys and values depend on that query and the
+            keys that it sees alone: they are the same packed and in pages, and in any chunk or batch. Those of latents
+            and indexers depend on the sequence's queries of the call and on its keys. Backends that cannot promise this
+            refuse the call. Writes and conversions always have this property. For gradients, use `deterministic`.
 
     Raises:
         InvalidInput: an empty name, an unknown operation, an unknown `validate`, or an option that is not finite. For

@@ -22,6 +22,7 @@ from ragged_attention.calls.fields import (
     field,
     wide_dtype,
 )
+from ragged_attention.calls.paged import RaggedPagedAttention
 from ragged_attention.errors import InvalidInput
 
 MAX_HEAD_DIM = 512
@@ -139,6 +140,44 @@ class VarlenAttention(VarlenCall):
 
     def results(self) -> tuple[Result, ...]:
         return Result(self.out_shape, self.q.dtype), Result(self.out_shape[:2], self.lse_dtype)
+
+    def as_ragged(self) -> "RaggedPacked":
+        """This call as a call of ragged paged attention, each of whose pages has one key.
+
+        Two of its arguments stand for others: `kv_lens` is `cu_kv_lens`, and there is no page table.
+        """
+        values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
+        given = {name: getattr(self, name) for name in self.argument_names() if name in values}
+        values |= {"kv_pages": (self.k, self.v), "kv_lens": self.cu_kv_lens, "page_indices": self.cu_kv_lens}
+        return RaggedPacked.unchecked(**values | given | {"return_lse": True}, device=self.device)
+
+
+class RaggedPacked(RaggedPagedAttention):
+    """A call of ragged paged attention over packed keys, for backends that can read them.
+
+    The sequence `seq` has the keys from `kv_lens[seq]` to `kv_lens[seq + 1]`.
+    """
+
+    @property
+    def page_size(self) -> int:
+        return 0
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv_pages[0].shape[1]
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.kv_pages[1].shape[2]
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self.kv_lens.shape[0] - 1
+
+    @property
+    def capacity(self) -> int:
+        """The number of all keys; none of the sequences can have more."""
+        return self.num_pages
 
 
 @record

@@ -1,6 +1,8 @@
-"""Laws of `batch_invariant`: the bits of a sequence's results are those that it has alone.
+"""Laws of `batch_invariant`: the bits of a query's results follow from that query and the keys that it sees.
 
-They hold for backends whose operations offer an `invariant_tile`; the others refuse such calls.
+The results of a sequence are those that it has alone, and a query has the same results whether its keys are packed or
+in pages, and whatever part of its sequence a call has. The laws hold for backends whose operations offer an
+`invariant_tile`; the others refuse such calls.
 """
 
 import dataclasses
@@ -11,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.config import use_backend
+from ragged_attention.testing import chunks
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, on_corner, on_drawn
 from ragged_attention.testing.heads_first.specs import PagedBatch, PagedSpec
@@ -81,6 +84,43 @@ def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any]
     return check
 
 
+def serves_what_is_trained(runner: Runner, spec: VarlenSpec) -> None:
+    """A query has the same bits packed or over pages, whatever part of its sequence and of the batch a call has."""
+    for operation in ("varlen_attention", "ragged_paged_attention"):
+        runner.expect_promise(operation)
+    widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # which pages can have
+    batch, rng = dataclasses.replace(spec, **widths, limits=None).build(), np.random.default_rng(spec.seed)
+    with use_backend(batch_invariant=True):
+        whole = results(runner.run("varlen_attention", batch, return_lse=True))
+        pieces = chunks.chunks_of(batch, rng)
+        for some in (pieces, pieces[: len(pieces) // 2], [piece for piece in pieces if num_rows(piece) == 1]):
+            for name, call in (
+                ("ragged_paged_attention", chunks.paged(batch, some, rng)),
+                ("varlen_attention", chunks.packed(batch, some)),
+            ):
+                found = results(runner.run(name, call, return_lse=True))
+                for index, (one, of_all) in enumerate(zip(found, whole, strict=True)):
+                    want = of_all[chunks.rows_of(some)]
+                    identical(one, want, f"result {index} of {name}")
+                    identical(np.signbit(one), np.signbit(want), f"signs of result {index} of {name}")
+
+
+def may_come_in_chunks(runner: Runner, spec: Spec) -> None:
+    """The results of a prompt are those of its parts, whatever stores the keys."""
+    runner.expect_promise("ragged_paged_attention")
+    batch = dataclasses.replace(spec, draft=None, causal=True).build()
+    with use_backend(batch_invariant=True):
+        whole = results(runner.run("ragged_paged_attention", batch, return_lse=True))
+        for rows, part in chunks.parts_of(batch, np.random.default_rng(spec.seed)):
+            found = results(runner.run("ragged_paged_attention", part, return_lse=True))
+            for index, (one, of_all) in enumerate(zip(found, whole, strict=True)):
+                identical(one, of_all[rows], f"result {index} of the queries {rows.start} to {rows.stop}")
+
+
+def num_rows(piece: chunks.Chunk) -> int:
+    return piece.rows.stop - piece.rows.start
+
+
 def results(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
 
@@ -149,9 +189,32 @@ LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
     ),
 )
 
+# Prompts and answers of which some are longer than what is summed apart, in 16 bits with what once differed.
+SERVED = VarlenSpec(
+    lens=((130, 130), (3, 2600), (1, 5), (0, 4), (70, 1090)), causal=True, kv_heads=2, group=2, d=64, d_v=64,
+    dtype="float16",
+)  # fmt: skip
+SERVED_SPECS = {
+    "float16 with a soft cap": dataclasses.replace(SERVED, soft_cap=5.0),
+    "bfloat16 with sinks": dataclasses.replace(SERVED, dtype="bfloat16", sinks="normal", group=3),
+    "float32 with a window": dataclasses.replace(SERVED, dtype="float32", sliding_window=75),
+    "biases": dataclasses.replace(SERVED, dtype="bfloat16", alibi="mixed", bias="own"),
+    "ranges of keys": dataclasses.replace(SERVED, dtype="bfloat16", causal=False, ranges="few"),
+    "lists of blocks": dataclasses.replace(
+        SERVED, dtype="bfloat16", group=4, selection=Selection(kind="own", size=16, length=9)
+    ),
+}
+
 
 def laws() -> Iterator[Check]:
     for name, check, spec, drawn in LAWS:
         yield Check("law", f"batch invariant, {name}", on_corner(check, lambda spec=spec: spec))
         if drawn is not None:
             yield Check("law", f"batch invariant, {name} on drawn batches", on_drawn(check, drawn, 0.2))
+    for name, spec in SERVED_SPECS.items():
+        run = on_corner(serves_what_is_trained, lambda spec=spec: spec)
+        yield Check("law", f"batch invariant, packed or in pages, {name}", run)
+    chunked = on_drawn(may_come_in_chunks, specs(clean=True), 0.4)
+    yield Check("law", "batch invariant, prompts in chunks on drawn batches", chunked)
+    drawn = on_drawn(serves_what_is_trained, varlen_specs(clean=True), 0.4)
+    yield Check("law", "batch invariant, packed or in pages on drawn batches", drawn)

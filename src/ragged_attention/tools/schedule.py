@@ -188,7 +188,8 @@ class Language:
 STUBS = {
     "clear_rows": 1, "finish": 2, "first_state": 5, "gdc_launch_dependents": 1, "gdc_wait": 1, "load_queries": 1,
     "load_scale": 1, "lse_in_base_2": 1, "narrow": 1, "restoring_factor": 1, "rows.load_queries": 5, "store_groups": 1,
-    "store_rows": 1, "store_split": 1, "sum_of_each_row": 1, "zero_after": 1, "zeros_like": 2,
+    "normalised": 2, "store_rows": 1, "store_split": 1, "sum_of_each_row": 1, "with_later": 3, "zero_after": 1,
+    "zeros_like": 2,
 }  # fmt: skip
 
 
@@ -206,7 +207,7 @@ class Simulation:
         for name in launch.arguments.keys() & kernel.arg_names:
             self.arguments[name] = getattr(launch.arguments[name], "plain", launch.arguments[name])
         self.stubs: dict[str, Any] = {name: self._stub(count) for name, count in STUBS.items()}
-        self.stubs["merge_parts"] = self._merge
+        self.stubs["merge_parts"] = self.stubs["merge_segments"] = self._merge
         self.plain: dict[Any, Callable[..., Any]] = {}
         self.run = self._plain(kernel)
 
@@ -261,7 +262,8 @@ class Simulation:
 
     def _attend_pages(self, queries, state, blocks, visible, mask, pages, attention, masked, EXACT=False):
         """Replaces the loop of `_pages`, which visits several ranges of blocks."""
-        block, count = attention.LOOP.EDGE_KV if masked else attention.LOOP.BLOCK_KV, int(blocks.num_blocks)
+        loop, count = attention.LOOP, int(blocks.num_blocks)
+        block = loop.EXACT_KV if EXACT else loop.EDGE_KV if masked else loop.BLOCK_KV
         ends = [(int(blocks.left_blocks), blocks.right)] if masked else []
         parts = [(0, blocks.left), *ends, *blocks.later, (count, 0)]
         for (index, start), (next_index, _) in itertools.pairwise(parts):

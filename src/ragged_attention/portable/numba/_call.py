@@ -21,7 +21,7 @@ from ragged_attention.portable.numba._splits import expect_segment, expect_split
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 # Keys per segment in batch-invariant mode. Of what lists name, a range of positions has fewer.
-SEGMENT, SEGMENT_OF_LISTS = 1024, 8192
+SEGMENT, SEGMENT_OF_LISTS = 2048, 8192
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
 FIRST_CACHE = 32 * 1024  # bytes of a core's first cache that kernels count on
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number; codes have at most one
@@ -116,7 +116,8 @@ def invariant_tile(call: Any) -> Tile:
     the lists of its neighbours.
     """
     if call.selected is None:
-        return Tile(block_q=block_q_of(call), block_kv=64, segment_kv=SEGMENT)
+        keys = keys_of_a_decode(call) if call.k_format.codes == "float32" else 64  # with pairs, prompts need more
+        return Tile(block_q=block_q_of(call), block_kv=keys, segment_kv=SEGMENT)
     return Tile(block_q=1, block_kv=256, segment_kv=SEGMENT_OF_LISTS)
 
 

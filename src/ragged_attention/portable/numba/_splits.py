@@ -33,7 +33,7 @@ SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", 
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
 unit_at = record_at(UNIT)
 UNIT_BYTES = 8 * len(UNIT)
-SHARES = 128  # a block with more than 1/SHARES of the total work of an attention is split
+SHARES = 128  # a program with more than 1/SHARES of the total work of an attention is split
 MIN_KEYS = 512  # per split
 MAX_SPLITS = 64
 MAX_SEGMENT = 2**20  # keys
@@ -69,10 +69,11 @@ def splits_of(work, keys, total_work, shares, max_splits):
 def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits):
     """Split the range [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
 
-    The rows see up to `keys` keys of the range. Returns their work. `units` is the address of the list.
+    The rows see up to `keys` keys of the range. Returns their work. `units` is the address of the list. Each KV head
+    has a program for each split, which begins with keys that nothing has prefetched, so there are as few as suffice.
     """
     work = (last - first) * keys
-    num_splits = splits_of(work, keys, call.work, SHARES, max_splits)
+    num_splits = splits_of(work, keys, call.work, max(SHARES // call.num_kv_heads, 1), max_splits)
     step = (high - low + num_splits - 1) // num_splits
     for split in range(num_splits if units else 0):
         unit = unit_at(units + UNIT_BYTES * (call.num_units + split))

@@ -4,11 +4,11 @@ from typing import Any
 
 from ragged_attention.calls import VarlenAttention, dtype_name
 from ragged_attention.calls.cache_formats import UNSCALED_FORMATS
+from ragged_attention.portable.numba import _call
 from ragged_attention.portable.numba._call import (
     KERNEL,
     Tile,
     block_q_of,
-    invariant_tile,
     numbers_of_bias,
     numbers_of_lists,
     numbers_of_sides,
@@ -27,6 +27,10 @@ FEATURES = frozenset({
 
 def heuristic(call: VarlenAttention) -> Tile:
     return Tile(block_q=block_q_of(call), block_kv=64) if call.selected is None else tile_of_lists(call)
+
+
+def invariant_tile(call: VarlenAttention) -> Tile:
+    return _call.invariant_tile(call.as_ragged())
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
