@@ -132,7 +132,7 @@ def plan(address):
     call = call_of(address)
     if call.cu_q_lens:
         clear_gaps(call)
-    return plan_units(call, call.block_rows)
+    return plan_units(call, 1)
 
 
 # ---- one program

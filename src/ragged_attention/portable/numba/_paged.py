@@ -126,7 +126,7 @@ def plan(address):
     """List the units, and write the results of queries that belong to no sequence."""
     call = call_of(address)
     clear_gaps(call)
-    return plan_units(call, call.block_q * (call.num_q_heads // call.num_kv_heads))
+    return plan_units(call, call.num_q_heads // call.num_kv_heads)
 
 
 # ---- one program

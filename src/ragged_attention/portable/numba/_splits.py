@@ -29,7 +29,9 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-SPLITS = ("units", "num_units", "work", "partials", "num_partials", "counters", "partial_size")  # fields of the plan
+SPLITS = (  # fields of the plan
+    "units", "num_units", "work", "partials", "num_partials", "counters", "partial_rows", "partial_size",
+)  # fmt: skip
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
 unit_at = record_at(UNIT)
 UNIT_BYTES = 8 * len(UNIT)
@@ -65,6 +67,15 @@ def splits_of(work, keys, total_work, shares, max_splits):
     return max(min(math.ceil(work * shares / total_work), keys // MIN_KEYS), 1)
 
 
+@inlined
+def count_splits(call, first, last, num_splits):
+    """Count the splits of the rows [first, last), and what their partial results need."""
+    call.num_units += num_splits
+    if num_splits > 1:
+        call.num_partials += num_splits
+        call.partial_rows = max(call.partial_rows, last - first)
+
+
 @compiled
 def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits):
     """Split the range [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
@@ -80,8 +91,7 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
         unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
         unit.low, unit.high = low + split * step, min(low + (split + 1) * step, high)
         unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
-    call.num_units += num_splits
-    call.num_partials += num_splits if num_splits > 1 else 0
+    count_splits(call, first, last, num_splits)
     return work
 
 
@@ -102,8 +112,7 @@ def add_segments(call, units, seq, token, first, last, low, high, keys):
         unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
         unit.low, unit.high = max(low, (begin + split) * size), min((begin + split + 1) * size, high)
         unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
-    call.num_units += num_splits
-    call.num_partials += num_splits if num_splits > 1 else 0
+    count_splits(call, first, last, num_splits)
     return work
 
 
@@ -140,15 +149,21 @@ def planner(divide):
     @compiled
     def sizes_of(call):
         counters = call.num_partials * call.num_kv_heads
-        return counters, counters * call.partial_size
+        return counters, counters * call.partial_rows * call.partial_size
 
     list_units = lister(divide, sizes_of, UNIT_BYTES)
 
     @compiled
     def plan_units(call, rows):
-        """A unit of a split block has up to `rows` rows. A program computes one unit for one KV head."""
-        call.partial_size = rows * (up_to(call.v_head_dim, COLUMNS) + 2)
-        return call.num_units * call.num_kv_heads if list_units(call) else NO_MEMORY
+        """The rows that `divide` gives to a unit count as `rows` rows each. A program computes a unit for a KV head.
+
+        Partial results have as much memory as the longest split block needs: new memory costs more than its bytes.
+        """
+        call.partial_rows, call.partial_size = 0, rows * (up_to(call.v_head_dim, COLUMNS) + 2)
+        if not list_units(call):
+            return NO_MEMORY
+        call.partial_size *= call.partial_rows
+        return call.num_units * call.num_kv_heads
 
     return plan_units
 
