@@ -46,9 +46,10 @@ def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
     """
     width, nvidia = padded_width(call), call.device.arch.startswith("sm_")
     rows = 64
+    crowded = OLDER_COMPILER and nvidia and call.device.arch not in WGMMA and width > 64
     if on_cuda_cores(call) or width > 256 or (OLDER_COMPILER and width > 128):
         rows = 16
-    elif looks_up(call) or has_scales(call) or hides_first_keys(call) or width > 128:
+    elif looks_up(call) or has_scales(call) or hides_first_keys(call) or crowded or width > 128:
         rows = 32
     sizes = split_sizes(call, rows)
     if nvidia:
