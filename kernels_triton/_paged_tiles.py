@@ -47,13 +47,16 @@ def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
     width, nvidia = padded_width(call), call.device.arch.startswith("sm_")
     rows = 64
     crowded = OLDER_COMPILER and nvidia and call.device.arch not in WGMMA and width > 64
-    if on_cuda_cores(call) or width > 256 or (OLDER_COMPILER and width > 128):
+    if on_cuda_cores(call) or width > 256 or (OLDER_COMPILER and (width > 128 or call.draft_mask is not None)):
         rows = 16
     elif looks_up(call) or has_scales(call) or hides_first_keys(call) or crowded or width > 128:
         rows = 32
     sizes = split_sizes(call, rows)
+    if hides_first_keys(call) and not nvidia:
+        sizes = sizes._replace(keys=min(sizes.keys, 32))
     if nvidia:
-        keys = sizes.keys if decodes(call) else min(sizes.keys, 16 if width > 256 else 32)
+        most = 16 if width > 256 else 64 if width <= 64 and call.device.arch in WGMMA else 32
+        keys = sizes.keys if decodes(call) else min(sizes.keys, most)
         stages = 1 if on_cuda_cores(call) else sizes.stages  # with more, ptxas spills a few bytes
         sizes = sizes._replace(keys=keys, warps=max(sizes.warps, 8), stages=stages)
     fields = fitting_pages(call, sizes).fields("block_q")

@@ -237,7 +237,10 @@ def invariant_fields(call: Any) -> dict[str, int]:
     There are splits if there are too few tokens to fill the GPU. They take memory.
     """
     few = num_programs(call, 1) < 2 * call.device.num_multiprocessors
-    return {**sizes_of(call, 1), "num_splits": SEGMENTS if few else 1}
+    fields = sizes_of(call, 1)
+    if call.device.arch == "sm_120" and OLDER_COMPILER:  # three stages would spill
+        fields["num_stages"] = min(fields["num_stages"], 2)
+    return {**fields, "num_splits": SEGMENTS if few else 1}
 
 
 def decodes(call: Any) -> bool:
@@ -318,7 +321,14 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
 
 
 def merge_splits(
-    call: Any, launch: Any, shared: Shared, stored: list[Any], target: tuple[Any, Any], splits: int, rows: int, *,
+    call: Any,
+    launch: Any,
+    shared: Shared,
+    stored: list[Any],
+    target: tuple[Any, Any],
+    splits: int,
+    rows: int,
+    *,
     in_order: bool,
 ) -> list[Any]:
     """Enqueue the merge of the splits' results, of `rows` rows for each token, KV head and split, into `target`."""

@@ -114,7 +114,9 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    segment_kv: int = 0  # keys per segment; 0 without segments. Then both kernels have `block_q` rows and `block_kv` keys
+    segment_kv: int = (
+        0  # keys per segment; 0 without segments. Then both kernels have `block_q` rows and `block_kv` keys
+    )
     joined_tokens: int = 1  # tokens per program that attends to selected blocks; then num_splits is per token
 
     def __post_init__(self) -> None:
@@ -417,7 +419,11 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
         MASKED_BELOW=masked_below,
     )
     division = Division(
-        GROUP=call.group, SHORT_ROWS=tile.split_block_q, BLOCK_KV=tile.block_kv, SPLIT_KV=False, PACKED=call.page_size == 0
+        GROUP=call.group,
+        SHORT_ROWS=tile.split_block_q,
+        BLOCK_KV=tile.block_kv,
+        SPLIT_KV=False,
+        PACKED=call.page_size == 0,
     )
     loop = loop_of_segments(call, tile) if tile.segment_kv else loop
     return launch(

@@ -73,7 +73,9 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 2
     joined_tokens: int = 1  # tokens per program that attends to selected blocks
-    segment_kv: int = 0  # keys per segment; 0 without. Segments are those of `ragged_paged_attention`, whose kernels run
+    segment_kv: int = (
+        0  # keys per segment; 0 without. Segments are those of `ragged_paged_attention`, whose kernels run
+    )
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_q=(16, 256), block_kv=(16, 256), num_warps=(1, 16))

@@ -210,7 +210,7 @@ def ragged_paged_attention(
         seen = seen_by_heads(seen, rows_of(selected, slice(start, stop)), block_size)
         for head in range(num_q_heads):
             kv_head = head // (num_q_heads // num_kv_heads)
-            table, factor = table_of(relative_bias, head, slice(start, stop)), float(scale * k_scale[kv_head])
+            table, factor = table_of(relative_bias, head, slice(start, stop)), scale * float(k_scale[kv_head])
             bias = bias_of(q_len, kv_len, slopes[head], table, at_own)
             out[start:stop, head], lse[start:stop, head] = attend(
                 q[start:stop, head], k[:, kv_head], v[:, kv_head], of_head(seen, kv_head),

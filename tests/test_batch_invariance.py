@@ -1,17 +1,17 @@
-"""`batch_invariant`: who refuses it, where it is asked for, and prompts in chunks. Its laws are the suite's."""
+"""`batch_invariant`: who refuses it, where it is asked for, and what its laws notice. The laws are the suite's."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import ragged_attention as ra
-from ragged_attention import InvalidInput, Unsupported, config
-from ragged_attention.testing.compare import identical
-from ragged_attention.testing.paged.specs import Batch, Spec
+from ragged_attention import InvalidInput, Unsupported, config, dispatch
+from ragged_attention.testing.invariance import may_come_in_chunks, serves_what_is_trained
+from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import Runner
+from ragged_attention.testing.varlen.specs import VarlenSpec
 
 torch = pytest.importorskip("torch")
 TABLES = {"kv_lens": [3], "page_indices": [[0]], "cu_q_lens": [0, 1]}
@@ -78,48 +78,33 @@ def test_a_variable_is_0_or_1(monkeypatch: pytest.MonkeyPatch) -> None:
         ra.get_config()
 
 
-def chunk(batch: Batch, first: int, last: int) -> Batch:
-    """The queries [first, last) of a batch of one prompt, with the keys that are there by then."""
-    edges, kv_lens = np.array([0, last - first], np.int32), np.array([last], np.int32)
-    return batch.change(q=batch.q[first:last], cu_q_lens=edges, kv_lens=kv_lens)
+SMALL_SEGMENTS = {name: {"segment_kv": 64} for name in ("varlen_attention", "ragged_paged_attention")}
+SERVED = VarlenSpec(lens=((70, 300), (1, 190), (20, 20)), causal=True, group=3, dtype="bfloat16", seed=1)
 
 
-@pytest.fixture
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of Triton's interpreter whose bits do not depend on where in a block a row stands.
-
-    They are NumPy's, and the libraries behind that may sum the last rows of a matrix in another order; in float64 that
-    is lost when the sums are rounded. A GPU's matrix units treat all rows alike.
-    """
-    interpreter = pytest.importorskip("triton.runtime.interpreter")
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        del self, rest
-        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
-        return interpreter.TensorHandle(product.astype(d.data.dtype) + d.data, d.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
-
-
-@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("backend", ["numba", "triton"])
 @pytest.mark.parametrize(
     "change",
-    [{}, {"sliding_window": 50}, {"dtype": "float32"}, {"cache_dtype": "float8_e4m3fn", "soft_cap": 30.0}],
-    ids=str,
+    [{}, {"sliding_window": 100}, {"dtype": "float32", "causal": False, "ranges": "few", "lens": ((17, 200),)}],
+    ids=["causal", "window", "ranges"],
 )
-def test_a_prompt_may_come_in_chunks(framework: str, change: dict[str, object]) -> None:
-    """Of the Triton kernels; each chunk is long enough for the one that takes prompts."""
-    runner = Runner(framework=framework, backend="triton")
+def test_many_segments_change_no_bit(backend: str, framework: str, change: dict[str, Any]) -> None:
+    runner = Runner(framework=framework, backend=backend)
     if reason := runner.absent():
         pytest.skip(reason)
-    spec = Spec(lens=((150, 150),), page_size=4, num_kv_heads=1, group=2, dtype="bfloat16")
-    batch = dataclasses.replace(spec, **change).build()
-    with ra.use_backend(batch_invariant=True):
-        whole = runner.run("ragged_paged_attention", batch, return_lse=True)
-        parts = [
-            runner.run("ragged_paged_attention", chunk(batch, first, last), return_lse=True)
-            for first, last in ((0, 67), (67, 90), (90, 150))
-        ]
-    for result, *pieces in zip(whole, *parts, strict=True):
-        identical(np.concatenate(pieces), result)
+    with ra.use_backend(options=SMALL_SEGMENTS):
+        serves_what_is_trained(runner, dataclasses.replace(SERVED, **change))
+
+
+def test_the_laws_notice_tiles_that_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = Runner(framework="torch", backend="numba")
+    if reason := runner.absent():
+        pytest.skip(reason)
+    for operation in ("varlen_attention", "ragged_paged_attention"):
+        module = dispatch.load(operation, "numba")
+        monkeypatch.setattr(module, "invariant_tile", module.heuristic)
+    with pytest.raises(AssertionError, match="expected exactly"):
+        serves_what_is_trained(runner, SERVED)
+    with pytest.raises(AssertionError, match="expected exactly"):
+        may_come_in_chunks(runner, Spec(lens=((70, 300), (40, 40)), group=3, dtype="bfloat16"))

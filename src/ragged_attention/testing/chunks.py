@@ -5,6 +5,8 @@ packed again for training.
 """
 
 import dataclasses
+import itertools
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +14,9 @@ from numpy.typing import NDArray
 from ragged_attention.testing.paged.specs import Batch
 from ragged_attention.testing.varlen.specs import VarlenBatch
 
-OPTIONS = (
-    "sm_scale", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "key_ranges", "selected",
-    "block_size", "strided", "dtype",
+SHARED = (
+    "sm_scale", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "block_size", "strided",
+    "dtype",
 )  # fmt: skip
 PAGE_SIZES = (1, 2, 4, 16, 64)
 
@@ -24,62 +26,69 @@ class Chunk:
     """Consecutive queries of a sequence, and how many of its keys there are by the last of them."""
 
     seq: int
-    rows: slice  # of the packed batch
+    first: int  # row of the packed batch
+    stop: int
     kv_len: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.stop - self.first
+
+
+def cut(rng: np.random.Generator, q_len: int) -> list[int]:
+    """The edges of some chunks of `q_len` queries, many of which have one query."""
+    places = rng.integers(1, q_len, int(rng.integers(0, 7))) if q_len > 1 else []
+    inner = {int(place) + more for place in places for more in (0, 1)}
+    return [0, *sorted(edge for edge in inner if edge < q_len), q_len]
 
 
 def chunks_of(batch: VarlenBatch, rng: np.random.Generator) -> list[Chunk]:
-    """All queries of a batch in chunks, in any order; many of them have one query.
+    """All queries of a batch in chunks, in any order.
 
-    A later key can be left out where no query before it sees it, which is so if the batch is `causal`. Otherwise a
-    sequence is cut only if positions do not matter.
+    The keys behind a chunk are left out if the batch is `causal`; a chunk that lies before the first key is left out
+    too. Otherwise all keys are there, and a sequence is cut only if its queries' positions do not matter.
     """
-    fixed = (batch.sliding_window, batch.alibi_slopes, batch.relative_bias, batch.selected)
+    placed = (batch.sliding_window, batch.alibi_slopes, batch.relative_bias, batch.selected)
+    cuts = batch.causal or all(value is None for value in placed)
     chunks = []
     for seq, (rows, keys, _) in enumerate(batch.parts()):
         q_len, kv_len = rows.stop - rows.start, keys.stop - keys.start
-        cut = batch.causal or all(value is None for value in fixed)
-        count = int(rng.integers(0, min(q_len, 7))) if cut and q_len > 1 else 0
-        places = rng.choice(np.arange(1, q_len), count, replace=False) if count else np.zeros(0, int)
-        edges = [0, *sorted({*places.tolist(), *(place + 1 for place in places.tolist() if place + 1 < q_len)}), q_len]
-        for first, last in zip(edges, edges[1:], strict=False):
-            seen = max(kv_len - (q_len - last), 0) if batch.causal else kv_len
-            # A chunk whose end lies before the first key would have other positions.
-            if seen == kv_len - (q_len - last) or not batch.causal:
-                chunks.append(Chunk(seq, slice(rows.start + first, rows.start + last), seen))
+        for first, stop in itertools.pairwise(cut(rng, q_len) if cuts else (0, q_len)):
+            behind = q_len - stop if batch.causal else 0
+            if behind <= kv_len:
+                chunks.append(Chunk(seq, rows.start + first, rows.start + stop, kv_len - behind))
     return [chunks[index] for index in rng.permutation(len(chunks))]
 
 
-def of_tokens(batch: VarlenBatch, rows: NDArray[np.int64]) -> dict[str, object]:
-    """The arguments of a batch that have a row for each query, with some of these rows."""
-    bias = batch.relative_bias
-    return {
-        "q": batch.q[rows],
-        "relative_bias": bias[rows] if bias is not None and bias.ndim == 3 else bias,
-        "key_ranges": None if batch.key_ranges is None else batch.key_ranges[rows],
-        "selected": None if batch.selected is None else batch.selected[rows],
-    }
-
-
 def rows_of(chunks: list[Chunk]) -> NDArray[np.int64]:
-    """The rows of the packed batch that the queries of chunks have."""
-    return np.concatenate([np.arange(chunk.rows.start, chunk.rows.stop) for chunk in chunks] or [np.zeros(0, int)])
+    """The rows that the queries of chunks have in the packed batch."""
+    rows = [np.arange(chunk.first, chunk.stop) for chunk in chunks]
+    return np.concatenate([np.zeros(0, np.int64), *rows])
 
 
 def edges_of(lens: list[int]) -> NDArray[np.int32]:
     return np.cumsum([0, *lens], dtype=np.int32)
 
 
+def of_queries(batch: VarlenBatch | Batch, rows: Any) -> dict[str, Any]:
+    """The arguments of a batch that have a row for each query, with some of these rows."""
+    names = ["q", "key_ranges", "selected", "relative_bias", *(["draft_mask"] if isinstance(batch, Batch) else [])]
+    given = {name: array for name in names if (array := getattr(batch, name)) is not None}
+    if given.get("relative_bias", batch.q).ndim == 2:  # all queries share it
+        del given["relative_bias"]
+    return {name: array[rows] for name, array in given.items()}
+
+
 def packed(batch: VarlenBatch, chunks: list[Chunk]) -> VarlenBatch:
     """A call of chunks as packed sequences, each with its own copy of the keys."""
-    parts = batch.parts()
-    keys = np.concatenate([np.arange(parts[c.seq][1].start, parts[c.seq][1].start + c.kv_len) for c in chunks]
-                          or [np.zeros(0, int)])  # fmt: skip
+    starts = [keys.start for _, keys, _ in batch.parts()]
+    keys = [np.arange(starts[chunk.seq], starts[chunk.seq] + chunk.kv_len) for chunk in chunks]
+    kept = np.concatenate([np.zeros(0, np.int64), *keys])
     return batch.change(
-        **of_tokens(batch, rows_of(chunks)),
-        k=batch.k[keys],
-        v=batch.v[keys],
-        cu_q_lens=edges_of([chunk.rows.stop - chunk.rows.start for chunk in chunks]),
+        **of_queries(batch, rows_of(chunks)),
+        k=batch.k[kept],
+        v=batch.v[kept],
+        cu_q_lens=edges_of([chunk.num_queries for chunk in chunks]),
         cu_kv_lens=edges_of([chunk.kv_len for chunk in chunks]),
         max_q_len=None,
         max_kv_len=None,
@@ -100,37 +109,32 @@ def paged(batch: VarlenBatch, chunks: list[Chunk], rng: np.random.Generator) -> 
         for held, array in zip(pages, (batch.k, batch.v), strict=True):
             held[tables[seq][position // size], position % size] = array[keys]
     return Batch(
-        **{name: getattr(batch, name) for name in OPTIONS} | of_tokens(batch, rows_of(chunks)),
+        **{name: getattr(batch, name) for name in SHARED} | of_queries(batch, rows_of(chunks)),
         cache_dtype=batch.dtype,
         kv_pages=(pages[0], pages[1]),
         kv_lens=np.array([chunk.kv_len for chunk in chunks], np.int32),
         page_indices=tables[[chunk.seq for chunk in chunks]].reshape(len(chunks), tables.shape[1]),
-        cu_q_lens=edges_of([chunk.rows.stop - chunk.rows.start for chunk in chunks]),
+        cu_q_lens=edges_of([chunk.num_queries for chunk in chunks]),
         causal=batch.causal or batch.key_ranges is not None,  # which replace it
     )
 
 
 def parts_of(batch: Batch, rng: np.random.Generator) -> list[tuple[slice, Batch]]:
-    """Each sequence of a causal batch over pages in a few parts, and the rows of each part among those of all.
+    """Each sequence of a causal batch over pages in chunks, and the rows of each chunk among those of all.
 
-    Ranges of keys replace the causal mask, so all keys are there from the first part on. A sequence stays whole if it
+    Ranges of keys replace the causal mask, so all keys are there from the first chunk on. A sequence stays whole if it
     has more queries than keys, or biases by position beside its ranges.
     """
     ranged = batch.key_ranges is not None
-    whole = ranged and (batch.alibi_slopes is not None or batch.relative_bias is not None)
+    placed = batch.alibi_slopes is not None or batch.relative_bias is not None
     parts = []
     for seq, (start, stop) in enumerate(batch.bounds()):
         alone, q_len = batch.alone(seq), stop - start
-        old = alone.kv_len(0) - q_len
-        count = min(q_len, 4) if old >= 0 and not whole else 1
-        cuts = rng.choice(np.arange(1, q_len), count - 1, replace=False) if count > 1 else []
-        for first, last in zip([0, *sorted(cuts)], [*sorted(cuts), q_len], strict=True):
-            own = {name: getattr(alone, name) for name in batch.OF_TOKENS}
-            if (bias := own["relative_bias"]) is not None and bias.ndim == 2:
-                del own["relative_bias"]
-            own = {name: None if array is None else array[first:last] for name, array in own.items()}
-            own |= {"cu_q_lens": edges_of([last - first])}
-            if count > 1 and not ranged:
-                own["kv_lens"] = np.array([old + last], np.int32)
-            parts.append((slice(start + first, start + last), alone.change(**own)))
+        kv_len = alone.kv_len(0)
+        cuts = q_len <= kv_len and not (ranged and placed)
+        for first, last in itertools.pairwise(cut(rng, q_len) if cuts else (0, q_len)):
+            part = alone.change(**of_queries(alone, slice(first, last)), cu_q_lens=edges_of([last - first]))
+            if cuts and not ranged:
+                part = part.change(kv_lens=np.array([kv_len - (q_len - last)], np.int32))
+            parts.append((slice(start + first, start + last), part))
     return parts

@@ -388,4 +388,6 @@ def work(address):
     call = call_of(address)
     paired = pairs_up(call)
     table = 8 * table_size(call) if paired and call.sparse else 0
-    return _splits.run_units(address, call, call.block_rows, not paired, paired, table, 0, False, read_queries, attend, finish)
+    return _splits.run_units(
+        address, call, call.block_rows, not paired, paired, table, 0, False, read_queries, attend, finish
+    )

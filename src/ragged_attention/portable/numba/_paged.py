@@ -279,4 +279,6 @@ def work(address):
     rows = call.block_q * (call.num_q_heads // call.num_kv_heads)
     named = call.named_size
     segments = call.segment_kv > 0
-    return _splits.run_units(address, call, rows, False, pairs_up(call), 0, named, segments, read_queries, attend, finish)
+    return _splits.run_units(
+        address, call, rows, False, pairs_up(call), 0, named, segments, read_queries, attend, finish
+    )

@@ -1,8 +1,8 @@
 """Splits the keys of blocks that have a large share of the call's work, and merges the results of the splits.
 
 A split's partial result is the weighted sum of values, the largest logit and the sum of weights of each row. The last
-split of a block to finish merges all of them in their order, so no program waits for another. The number of splits depends only on
-lengths, so results do not depend on the number of threads.
+split of a block to finish merges all of them in their order, so no program waits for another. The number of splits
+depends only on lengths, so results do not depend on the number of threads.
 """
 
 import math
