@@ -271,6 +271,25 @@ def test_the_largest_logit_is_a_constant() -> None:
     assert [result.requires_grad for result in (out, max_logits, lse)] == [True, False, True]
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_max_logits_leave_the_gradients_as_they_are(compiled: bool) -> None:
+    """Those of out and of lse; the largest logits have none."""
+    given = packed()
+
+    def attend_with(**requests: bool) -> Any:
+        return rt.varlen_attention(*[given[name] for name in "qkv"], *EDGES, return_lse=True, **requests)
+
+    function = torch.compile(attend_with, backend="aot_eager", fullgraph=True) if compiled else attend_with
+    out, lse, max_logits = function(return_max_logits=True)
+    assert (out.requires_grad, lse.requires_grad, max_logits.requires_grad) == (True, True, False)
+    assert max_logits.shape == (4,)
+    for index, result in enumerate((out, lse)):
+        total = torch.where(result.isfinite(), result, 0.0).sum()
+        plain = finite(attend_with())[index].sum()
+        inputs = [given[name] for name in "qkv"[: 3 - index]]
+        assert_close(torch.autograd.grad(total, inputs, retain_graph=True), torch.autograd.grad(plain, inputs))
+
+
 def test_a_gradient_has_no_gradient() -> None:
     for function, given, name in ((attend, packed(), "varlen_attention"), (select, sparse(), "sparse_mla_prefill")):
         q = given["q"]
