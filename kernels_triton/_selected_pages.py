@@ -15,6 +15,7 @@ from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import array_heads, load_scale
 from ragged_attention.kernels_triton._mask import Mask, Visible
+from ragged_attention.kernels_triton._max_logits import absent, larger, unchanged
 from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, add_values, load_keys, logits_of
 from ragged_attention.kernels_triton._ragged import Shared, results
 from ragged_attention.kernels_triton._rows import (
@@ -24,6 +25,7 @@ from ragged_attention.kernels_triton._rows import (
     Rows,
     Scaling,
     load_queries,
+    raise_largest_of_rows,
     store_rows,
     store_split,
 )
@@ -79,7 +81,7 @@ def pages_of_blocks(pages, block, step, last, LISTS: tl.constexpr, PAGE_SIZE: tl
 
 @triton.jit
 def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.constexpr, LISTS: tl.constexpr):
-    """(m_i, l_i, acc) of a job's query rows over the blocks that a program visits; see `_pages.attend`.
+    """The state of `_pages.attend` for a job's query rows, after the blocks that a program visits.
 
     Blocks and their pages are looked up one iteration ahead.
     """
@@ -89,6 +91,7 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, SHAPE.DV_PAD], tl.float32)
+    largest = m_i
     next_block = blocks_of_step(visits, visits.begin, LISTS, BLOCK_KV)
     next_page = pages_of_blocks(pages, next_block, visits.begin, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
     for step in range(visits.begin, visits.end):
@@ -100,20 +103,26 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
         known = (page >= 0) & (page < pages.num_pages)
         slots = Slots(keys, page, readable & known)
         k = load_keys(pages, slots, queries.q.dtype, True, SHAPE)
-        logits, scale = logits_of(queries, k, pages, slots, step, visible, ATTENTION, True)
-        logits = tl.where(seen & slots.readable[None, :], logits, float("-inf"))
+        logits, scale, products = logits_of(queries, k, pages, slots, step, visible, ATTENTION, True)
+        seen = seen & slots.readable[None, :]
+        logits = tl.where(seen, logits, float("-inf"))
+        if ATTENTION.KEEPS_LARGEST:
+            largest = larger(largest, tl.where(seen, unchanged(products, queries, ATTENTION), float("-inf")))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         acc = add_values(
             acc * alpha[:, None], weights, logits, pages, slots, ATTENTION.LOOP.WEIGHT_TERMS, True, SHAPE
         )  # fmt: skip
-    return m_i, l_i, acc
+    state = (m_i, l_i, acc)
+    if ATTENTION.KEEPS_LARGEST:
+        state += (largest,)
+    return state
 
 
 @triton.jit(do_not_specialize=VARYING)
 def selected_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, lists_ptr,
-    parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, given_max_ptr, lists_ptr,
+    parts_ptr, part_lses_ptr, out_ptr, lse_ptr, max_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
@@ -182,6 +191,8 @@ def selected_kernel(
             kv_len - q_len, kv_len,
         )  # fmt: skip
         state = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
+        if max_ptr is not None:
+            raise_largest_of_rows(max_ptr, state, rows, SHAPE)
         if SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
@@ -242,7 +253,7 @@ def sizes_of(call: Any, tokens: int) -> dict[str, int]:
 
 
 def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) -> list[Any]:
-    """Enqueue the kernels; returns out and lse."""
+    """Enqueue the kernels; returns the results."""
     numbers, attention = shared.numbers, shared.constants["ATTENTION"]
     splits = tile.num_splits
     lists = list_kind(call, 1 if splits > 1 or tile.invariant else tile.joined_tokens, call.capacity, attention["MASK"])
@@ -262,7 +273,7 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
     loop = Loop(BLOCK_KV=tile.block_kv, EDGE_KV=tile.block_kv, WEIGHT_TERMS=weight_terms, MASKED_BELOW=0)
     parts = (max(call.num_tokens, 1), splits, call.num_kv_heads, row_blocks * block_q)
     jobs = num_jobs(call.num_tokens, call.max_num_seqs, lists)
-    *stored, out, lse = launch(
+    part_values, part_lses, out, lse, *others = launch(
         selected_kernel,
         (jobs * row_blocks * splits, call.num_kv_heads),
         (*shared.arrays.values(), named),
@@ -271,6 +282,8 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
             (parts if splits > 1 else (1,), "float32"),
             *results(call),
         ],
+        inplace=shared.max_logits(call),
+        **absent(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         CONFIG=Config(
@@ -284,8 +297,9 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
         **numbers,
     )
     if splits == 1 or not call.num_tokens:
-        return [out, lse]
-    return merge_splits(call, launch, shared, stored, (out, lse), splits, row_blocks * block_q)
+        return [out, lse, *others]
+    stored = [part_values, part_lses]
+    return [*merge_splits(call, launch, shared, stored, (out, lse), splits, row_blocks * block_q), *others]
 
 
 def merge_splits(

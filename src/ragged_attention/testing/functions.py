@@ -332,8 +332,6 @@ class FunctionRunner(Runner):
             raise Declined(f"{self.backend} does not take {missing[0]}")
         if "new_kv" in names and "return_lse" not in accepted:
             raise Declined(f"{self.backend} takes new_kv without return_lse, which the checks of updates need")
-        if "return_max_logits" in names and extra.get("return_lse") and "return_lse" not in accepted:
-            raise Declined(f"{self.backend} takes return_max_logits without return_lse")
         return [name for name in names if name in accepted]
 
     def _expect_differentiable(self, result: Any, extra: Mapping[str, Any]) -> None:

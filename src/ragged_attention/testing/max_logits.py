@@ -21,6 +21,7 @@ from ragged_attention.testing.varlen.oracle import varlen_agrees
 from ragged_attention.testing.varlen.specs import VarlenBatch
 from ragged_attention.testing.varlen.strategies import varlen_specs
 
+REQUESTS = {"return_lse": True, "return_max_logits": True}
 PAGED = (
     "one key", "decode of a long sequence", "prefill of more rows than a tile", "mixed", "no query but padding",
     "no keys with sinks", "more queries than keys", "every edge at once", "a draft tree",
@@ -76,8 +77,7 @@ def kind_of(batch: Any) -> str:
 
 def check_max_logits(runner: Runner, batch: Any, options: Mapping[str, Any] | None = None) -> None:
     """The definition's `max_logits`, and beside it the definition's out and lse."""
-    requests = {"return_lse": True, "return_max_logits": True}
-    out, lse, got = runner.run(batch.OPERATION, batch, options=options, **requests)
+    out, lse, got = runner.run(batch.OPERATION, batch, options=options, **REQUESTS)
     agrees(got, batch.expected_max_logits(), kind_of(batch), "max_logits")
     if isinstance(batch, VarlenBatch):
         varlen_agrees((out, lse), batch.expected(), batch.dtype, rounding=allowance(runner, batch))
@@ -86,7 +86,7 @@ def check_max_logits(runner: Runner, batch: Any, options: Mapping[str, Any] | No
 
 
 def max_logits_of(runner: Runner, batch: Any) -> NDArray[Any]:
-    return runner.run(batch.OPERATION, batch, return_max_logits=True)[1]
+    return runner.run(batch.OPERATION, batch, **REQUESTS)[2]
 
 
 # ---- laws
