@@ -221,7 +221,8 @@ class Paged(FrontEnd[Array, Memory]):
 
             max_logits has, for each query head, the largest `sm_scale * q . k` over all queries of the call and the
             keys that they see, with `q_scale` and the scales of the keys applied, before `soft_cap` and biases, and
-            without sinks. It is -inf if no query sees a key, and NaN if the logit of a visible key is NaN.
+            without sinks. It is -inf if no query sees a key, and NaN if the logit of a visible key is NaN. If another
+            logit of that query is infinite, it may be infinite instead.
 
         Raises:
             InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
