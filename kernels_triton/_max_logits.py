@@ -64,7 +64,7 @@ def raise_largest(max_ptr, largest, l_i, head, exists):
 
 def keeps_largest(call: Any) -> bool:
     """Whether the loop has to keep the largest logits of its rows, because m_i is something else."""
-    return call.return_max_logits and any(getattr(call, name, None) is not None for name in CHANGES)
+    return bool(call.return_max_logits) and any(getattr(call, name, None) is not None for name in CHANGES)
 
 
 def cleared(call: Any, launch: Any, stand_in: Any) -> Any:

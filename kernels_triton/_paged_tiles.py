@@ -9,6 +9,7 @@ from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._bias import is_biased
 from ragged_attention.kernels_triton._formats import decodes_by_integers
 from ragged_attention.kernels_triton._mask import hides_first_keys
+from ragged_attention.kernels_triton._max_logits import keeps_largest
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -112,11 +113,11 @@ def scaled_sizes(call: Any) -> Sizes:
 
 
 def looks_up(call: Any) -> bool:
-    """Whether each logit needs an entry of an array, whose addresses take registers.
+    """Whether each logit needs an entry of an array, whose addresses take registers, or the loop keeps logits twice.
 
     Blocks then have 32 rows. With 64 rows and a draft mask, Triton 3.6 to 3.9 do not compile the loop on sm_90.
     """
-    return call.draft_mask is not None or call.relative_bias is not None
+    return call.draft_mask is not None or call.relative_bias is not None or keeps_largest(call)
 
 
 def leaves_registers(call: Any) -> bool:

@@ -122,10 +122,11 @@ def sizes(call: Any) -> Sizes:
     whole = not any(rest for _, rest in _varlen.widths(call))
     # Otherwise 128 keys take too many registers.
     simple = call.soft_cap is None and call.selected is None and not (OLDER_COMPILER and call.key_ranges is not None)
-    simple = simple and not keeps_largest(call)
+    keeps = keeps_largest(call)  # which takes registers too
+    simple = simple and not keeps
     if arch == "sm_90" and columns <= 256 and whole and simple:
         return Sizes(128, 128, 8, 3)
-    limited = OLDER_COMPILER and call.key_ranges is not None and arch not in WGMMA
+    limited = (keeps or (OLDER_COMPILER and call.key_ranges is not None)) and arch not in WGMMA
     most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
     if columns <= most_columns:
         return Sizes(128, 32 if limited else 64, 8, 3)
