@@ -320,8 +320,8 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
 
     def requested(self, **arrays: Any) -> Any:
         """Those of a backend's results that are requested, in their order; one alone is no tuple."""
-        results = tuple([arrays[name] for name in self.named_results()])
-        return results if len(results) > 1 else results[0]
+        results = [arrays[name] for name in self.named_results()]
+        return tuple(results) if len(results) > 1 else results[0]
 
     @property
     def num_tokens(self) -> int:

@@ -244,8 +244,8 @@ class Paged(FrontEnd[Array, Memory]):
         if new_kv is not None:
             return self.run_with_write(RaggedPagedAttention, arguments, backend, options, out)
         results = self.run(RaggedPagedAttention, arguments, backend, options, out)
-        results = tuple(results[: 1 + return_lse + return_max_logits])  # with `out`, torch returns empty others
-        return results if len(results) > 1 else results[0]
+        results = results[: 1 + return_lse + return_max_logits]  # with `out`, torch returns empty others
+        return tuple(results) if len(results) > 1 else results[0]
 
     @overload
     def write_kv_pages(

@@ -135,5 +135,5 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         if new_kv is not None:
             return self.run_with_write(RaggedMlaAttention, arguments, backend, options, out)
         results = self.run(RaggedMlaAttention, arguments, backend, options, out)
-        results = tuple(results[: 1 + return_lse + return_max_logits])  # with `out`, torch returns empty others
-        return results if len(results) > 1 else results[0]
+        results = results[: 1 + return_lse + return_max_logits]  # with `out`, torch returns empty others
+        return tuple(results) if len(results) > 1 else results[0]

@@ -21,7 +21,7 @@ from ragged_attention.testing.varlen.oracle import varlen_agrees
 from ragged_attention.testing.varlen.specs import VarlenBatch
 from ragged_attention.testing.varlen.strategies import varlen_specs
 
-REQUESTS = {"return_lse": True, "return_max_logits": True}
+REQUESTS: Mapping[str, Any] = {"return_lse": True, "return_max_logits": True}
 PAGED = (
     "one key", "decode of a long sequence", "prefill of more rows than a tile", "mixed", "no query but padding",
     "no keys with sinks", "more queries than keys", "every edge at once", "a draft tree",
@@ -110,7 +110,7 @@ def nothing_else_counts(runner: Runner, spec: Any) -> None:
     batch = spec.build()
     want = max_logits_of(runner, batch)
     for kind in ("nan", "inf"):
-        poisoned = batch.poisoned(kind, spec.seed)
+        poisoned: Any = batch.poisoned(kind, spec.seed)
         if not isinstance(batch, VarlenBatch):
             poisoned = poisoned.with_garbage_tails(spec.seed)
         agrees(max_logits_of(runner, poisoned), want, kind_of(batch), f"max_logits with {kind} in what no query sees")

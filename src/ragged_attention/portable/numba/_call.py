@@ -165,8 +165,10 @@ def numbers_of_bias(call: Any) -> dict[str, int]:
 
 def results_of(call: Any) -> dict[str, tuple[Any, Any]]:
     """The shapes and dtypes of an attention's results by the kernels' names, which call [T, H] `max_logits`."""
-    names = {"max_logits": "head_max_logits"}
-    return {names.get(name, name): tuple(result) for name, result in call.named_results().items()}
+    return {
+        "head_max_logits" if name == "max_logits" else name: (result.shape, result.dtype)
+        for name, result in call.named_results().items()
+    }
 
 
 def run(
