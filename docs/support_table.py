@@ -165,6 +165,9 @@ ROWS = {
     ("ragged_paged_attention", "lists of blocks of keys"): [
         dataclasses.replace(sample, selected=16, block_size=size) for size in (1, 128) for sample in (DECODE, WIDE)
     ],
+    ("ragged_paged_attention", "largest logits"): [
+        dataclasses.replace(sample, return_max_logits=True) for sample in (DECODE, WIDE)
+    ],
     ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
     ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
@@ -217,6 +220,7 @@ ROWS = {
     ("ragged_mla_attention", "a scale of its own for rotary columns"): [
         dataclasses.replace(RAGGED_PLAIN[2], stored="float8_e4m3fn", rope_scale=0.5)
     ],
+    ("ragged_mla_attention", "largest logits"): [dataclasses.replace(RAGGED_PLAIN[2], return_max_logits=True)],
     ("ragged_mla_attention", "ranges of keys"): [dataclasses.replace(RAGGED_PLAIN[2], key_ranges=2)],
     ("sparse_mla_prefill", "f32, f16, bf16"): [dataclasses.replace(sample, num_tokens=512) for sample in PLAIN],
     **{
@@ -240,6 +244,7 @@ ROWS = {
             "ALiBi, relative bias": [VarlenSample(**{name: True}) for name in BIASES],
         }.items()
     },
+    ("varlen_attention", "largest logits"): [VarlenSample(return_max_logits=True)],
     ("make_decode_schedule", "dense, sparse"): [dataclasses.replace(LATENT, topk=topk) for topk in (0, 2048)],
     ("quantize_mla_cache", FORMATS): ANY_LATENTS,
     ("dequantize_mla_cache", FORMATS): ANY_LATENTS,

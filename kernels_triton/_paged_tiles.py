@@ -9,6 +9,7 @@ from ragged_attention.calls import dtype_name
 from ragged_attention.kernels_triton._bias import is_biased
 from ragged_attention.kernels_triton._formats import decodes_by_integers
 from ragged_attention.kernels_triton._mask import hides_first_keys
+from ragged_attention.kernels_triton._max_logits import keeps_largest
 from ragged_attention.kernels_triton._tiles import (
     OLDER_COMPILER,
     WGMMA,
@@ -45,13 +46,13 @@ def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
     these fields, only `split_block_q` depends on `short_tokens`, and none on the pages.
     """
     width, nvidia = padded_width(call), call.device.arch.startswith("sm_")
-    rows = 64
+    rows, changed = 64, looks_up_always(call)
     crowded = OLDER_COMPILER and nvidia and call.device.arch not in WGMMA and width > 64
     if on_cuda_cores(call) or width > 256 or (OLDER_COMPILER and (width > 128 or call.draft_mask is not None)):
         rows = 16
-    elif looks_up(call) or has_scales(call) or hides_first_keys(call) or crowded or width > 128:
+    elif changed or has_scales(call) or hides_first_keys(call) or crowded or width > 128:
         rows = 32
-    sizes = split_sizes(call, rows)
+    sizes = split_sizes(call, rows, looked_up=changed)
     if hides_first_keys(call) and not nvidia:
         sizes = sizes._replace(keys=min(sizes.keys, 32))
     if nvidia:
@@ -142,11 +143,16 @@ def scaled_sizes(call: Any) -> Sizes:
 
 
 def looks_up(call: Any) -> bool:
-    """Whether each logit needs an entry of an array, whose addresses take registers.
+    """Whether each logit needs an entry of an array, whose addresses take registers, or the loop keeps logits twice.
 
     Blocks then have 32 rows. With 64 rows and a draft mask, Triton 3.6 to 3.9 do not compile the loop on sm_90.
     """
-    return call.draft_mask is not None or call.relative_bias is not None
+    return call.draft_mask is not None or call.relative_bias is not None or keeps_largest(call)
+
+
+def looks_up_always(call: Any) -> bool:
+    """`looks_up` of the call if it asked for the largest logits, or more. With segments, that must change no bit."""
+    return call.draft_mask is not None or call.soft_cap is not None or is_biased(call)
 
 
 def leaves_registers(call: Any) -> bool:
@@ -156,18 +162,22 @@ def leaves_registers(call: Any) -> bool:
     return plain and call.group & (call.group - 1) == 0 and not OLDER_COMPILER
 
 
-def split_sizes(call: Any, rows: int) -> Sizes:
-    """The sizes of the split kernel for `rows` rows, whether or not they fit shared memory."""
+def split_sizes(call: Any, rows: int, *, looked_up: bool | None = None) -> Sizes:
+    """The sizes of the split kernel for `rows` rows, whether or not they fit shared memory.
+
+    `looked_up` is `looks_up` unless it is given.
+    """
+    looked_up = looks_up(call) if looked_up is None else looked_up
     arch, width = call.device.arch, padded_width(call)
     if not arch.startswith("sm_"):
-        return split_sizes_elsewhere(call, rows)
+        return split_sizes_elsewhere(call, rows, looked_up)
     if on_cuda_cores(call):
         return Sizes(rows, 16, max(8, rows // 8), 3)
     if has_scales(call):
-        return scaled_split_sizes(call, rows)
+        return scaled_split_sizes(call, rows, looked_up)
     if width > 256:
         return Sizes(rows, 32, 8, 3)
-    if width > 128 or looks_up(call):
+    if width > 128 or looked_up:
         return Sizes(rows, 32, 4 if width > 128 else 8, 3)
     # On GPUs without wgmma, blocks of 32 keys let more programs run at once than 64 keys. But with a window, or with
     # integer decoding of e4m3 by Triton 3.7 or newer, blocks of 32 keys would spill.
@@ -177,12 +187,12 @@ def split_sizes(call: Any, rows: int) -> Sizes:
     return Sizes(rows, 64 if wide or spills else 32, 4, 2 if crowded else 3)
 
 
-def scaled_split_sizes(call: Any, rows: int) -> Sizes:
+def scaled_split_sizes(call: Any, rows: int, looked_up: bool) -> Sizes:
     """`split_sizes` for stored scales on an NVIDIA GPU."""
     width = padded_width(call)
     if width > 128:
         return Sizes(rows, 16 if width > 256 and call.device.arch in WGMMA and not OLDER_COMPILER else 32, 8, 2)
-    if looks_up(call):
+    if looked_up:
         return Sizes(rows, 16, 8, 3)
     if has_row_scales(call):
         return Sizes(rows, 16, 4, 3)
@@ -191,7 +201,7 @@ def scaled_split_sizes(call: Any, rows: int) -> Sizes:
     return Sizes(rows, 32, 4, 2)
 
 
-def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:
+def split_sizes_elsewhere(call: Any, rows: int, looked_up: bool) -> Sizes:
     """`split_sizes` for AMD GPUs and unknown devices."""
     width = padded_width(call)
     if on_cuda_cores(call):
@@ -200,7 +210,7 @@ def split_sizes_elsewhere(call: Any, rows: int) -> Sizes:
         return Sizes(rows, 16, 4, 2 if width > 256 else 1) if width > 128 else Sizes(rows, 32, 4, 1)
     if width > 256:
         return Sizes(rows, 16, 4, 2)
-    if looks_up(call):
+    if looked_up:
         return Sizes(rows, 32, 4, 1)  # Triton 3.6 cannot compile two stages
     return Sizes(rows, 32, 4, 3) if width > 128 else Sizes(rows, 64, 4, 2)
 

@@ -12,6 +12,7 @@ from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends, range_edges, smaller_block
 from ragged_attention.kernels_triton._mask import MaskKind, fewest_keys, hide, may_read, seen_by_all
+from ragged_attention.kernels_triton._max_logits import larger, largest_of_state, unchanged
 from ragged_attention.kernels_triton._segments import normalised, with_later
 from ragged_attention.kernels_triton._sequences import Edges, block_start, end_blocks, query_edge, whole_blocks
 from ragged_attention.kernels_triton._softmax import lost_to_rounding, matmul, online_softmax
@@ -71,6 +72,7 @@ class Attention(Constants):
     HAS_SOFT_CAP: bool
     HAS_ALIBI: bool
     BIAS: Bias
+    KEEPS_LARGEST: bool = False  # see `keeps_largest`
 
 
 class Queries(NamedTuple):
@@ -234,7 +236,10 @@ def add_values(acc, weights, logits, pages, slots, TERMS: tl.constexpr, MASKED: 
 
 @triton.jit
 def logits_of(queries, k, pages, slots, index, visible, ATTENTION: tl.constexpr, MASKED: tl.constexpr):
-    """(logits [rows, keys], the factor that converts them to base 2), before masks, in iteration `index` of a loop."""
+    """(logits [rows, keys], the factor that converts them to base 2, products), in iteration `index` of a loop.
+
+    Logits are before masks, and products before the soft cap and biases too.
+    """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     WIDE: tl.constexpr = queries.q.shape[0] >= 64 and SHAPE.DV_PAD >= 512
     logits = tl.zeros([queries.q.shape[0], k.shape[0]], tl.float32)
@@ -249,7 +254,9 @@ def logits_of(queries, k, pages, slots, index, visible, ATTENTION: tl.constexpr,
         logits = logits * scales[None, :]
     if SHAPE.Q_UNITS:
         logits = logits * queries.unit[:, None]
-    return capped_and_biased(logits, queries, slots.keys, visible, ATTENTION)
+    products = logits
+    logits, scale = capped_and_biased(products, queries, slots.keys, visible, ATTENTION)
+    return logits, scale, products
 
 
 @triton.jit
@@ -257,6 +264,7 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
            EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys: updates `state` = (m_i, l_i, acc) and returns it.
 
+    If KEEPS_LARGEST, `state` has the largest logits before the soft cap and biases too.
     Without MASKED, every row must see every key of the blocks, and every page must be valid. With MASKED, only keys in
     [visible.first, visible.last) on valid pages are read. A key that no row sees has no effect, even if it is NaN. Rows
     whose ranges of keys are not solid (see `RowRanges`) need an EXACT loop for that.
@@ -270,7 +278,8 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
     BLOCK_KV: tl.constexpr = LOOP.EXACT_KV if EXACT else (LOOP.EDGE_KV if MASKED else LOOP.BLOCK_KV)
     TERMS: tl.constexpr = (2 if tl.bfloat16 == SHAPE.V_DTYPE else 1) if MASKED else LOOP.WEIGHT_TERMS
     WIDE: tl.constexpr = ROWS >= 64 and SHAPE.DV_PAD >= 512
-    m_i, l_i, acc = state
+    m_i, l_i, acc = state[0], state[1], state[2]
+    largest = largest_of_state(state)
     next_page = look_up(pages, blocks, 0, visible, MASKED, SHAPE.PAGE_SIZE, BLOCK_KV)
     for index in range(blocks.num_blocks):
         if WIDE:
@@ -284,7 +293,12 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
             readable = readable & may_read(keys, visible, ATTENTION.MASK, EXACT)
         slots = Slots(keys, page, readable)
         k = load_keys(pages, slots, queries.q.dtype, MASKED, SHAPE)
-        logits, scale = logits_of(queries, k, pages, slots, index, visible, ATTENTION, MASKED)
+        logits, scale, products = logits_of(queries, k, pages, slots, index, visible, ATTENTION, MASKED)
+        if ATTENTION.KEEPS_LARGEST:
+            products = unchanged(products, queries, ATTENTION)
+            if MASKED:
+                products = hide(products, keys, readable, visible, mask, ATTENTION.MASK)
+            largest = larger(largest, products)
         if MASKED:
             logits = hide(logits, keys, readable, visible, mask, ATTENTION.MASK)
             if ATTENTION.MASK.HAS_DRAFT_MASK:  # a weight of 0 would not hide a NaN in a value that no row sees
@@ -292,7 +306,10 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         slots = Slots(keys, page, readable)
         acc = add_values(acc * alpha[:, None], weights, logits, pages, slots, TERMS, MASKED, SHAPE)
-    return m_i, l_i, acc
+    state = (m_i, l_i, acc)
+    if ATTENTION.KEEPS_LARGEST:
+        state += (largest,)
+    return state
 
 
 @triton.jit
@@ -355,7 +372,7 @@ def nothing_seen(ROWS: tl.constexpr, DV_PAD: tl.constexpr):
 
 @triton.jit
 def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
-    """(m_i, l_i, acc) of query rows over the keys [start, stop); see `Edges` for the two loops."""
+    """The state of `attend` after the keys [start, stop); see `Edges` for the two loops."""
     # Segments need blocks in order, and of one size: the masked loop alone, with ranges the exact loop alone.
     MASKS_ALL: tl.constexpr = ATTENTION.LOOP.SEGMENT > 0 and (ATTENTION.MASK.HAS_FIRST_KEY or ATTENTION.MASK.RANGES > 0)
     if ATTENTION.MASK.RANGES:
@@ -363,6 +380,8 @@ def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.const
     else:
         edges = divide_keys(start, stop, visible, mask, pages, ATTENTION)
     state = nothing_seen(queries.q.shape[0], ATTENTION.SHAPE.DV_PAD)
+    if ATTENTION.KEEPS_LARGEST:
+        state += (state[0],)
     if not MASKS_ALL:
         whole = whole_blocks(edges, ATTENTION.LOOP.BLOCK_KV)
         state = attend(queries, state, whole, visible, mask, pages, ATTENTION, False)
@@ -377,6 +396,14 @@ def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.const
 
 
 @triton.jit
+def with_segment(state, part):
+    """The `state` (m_i, l_i, acc, largest) of rows after a later segment, of which `part` is the state of its loop."""
+    rows, lse = normalised(part[0], part[1], part[2])
+    m_i, l_i, acc = with_later((state[0], state[1], state[2]), rows, lse)
+    return m_i, l_i, acc, tl.maximum(state[3], largest_of_state(part))
+
+
+@triton.jit
 def attend_all(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """`attend_range`, one segment after another if there are segments."""
     SEGMENT: tl.constexpr = ATTENTION.LOOP.SEGMENT
@@ -384,10 +411,10 @@ def attend_all(queries, start, stop, visible, mask, pages, ATTENTION: tl.constex
         state = attend_range(queries, start, stop, visible, mask, pages, ATTENTION)
     else:
         state = nothing_seen(queries.q.shape[0], ATTENTION.SHAPE.DV_PAD)
+        state += (state[0],)
         for segment in range(start // SEGMENT, (stop + SEGMENT - 1) // SEGMENT):
             first = tl.maximum(start, segment * SEGMENT)
             last = tl.minimum(stop, (segment + 1) * SEGMENT)
-            m_i, l_i, acc = attend_range(queries, first, last, visible, mask, pages, ATTENTION)
-            rows, lse = normalised(m_i, l_i, acc)
-            state = with_later(state, rows, lse)
+            part = attend_range(queries, first, last, visible, mask, pages, ATTENTION)
+            state = with_segment(state, part)
     return state

@@ -5,8 +5,11 @@ from typing import Any
 
 from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._mask import RANGE_NUMBERS, MaskKind
+from ragged_attention.kernels_triton._max_logits import absent
 from ragged_attention.kernels_triton._splits import Division, most_tokens
 from ragged_attention.kernels_triton._tiles import dependent, next_power_of_2, overlaps, stride_arguments
+
+MAX_LOGITS = "max_logits"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -16,6 +19,10 @@ class Shared:
     arrays: dict[str, Any]  # in the kernels' order
     numbers: dict[str, Any]
     constants: dict[str, Any]  # fields of the kernels' `Config`
+
+    def max_logits(self, call: Any) -> tuple[int, ...]:
+        """The index of the array of the largest logits, which kernels raise, in a tuple; empty without a request."""
+        return (list(self.arrays).index(MAX_LOGITS),) if call.return_max_logits else ()
 
 
 def sequence_arguments(call: Any, launch: Any, q: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -42,36 +49,40 @@ def run_splits(
     launch: Any, call: Any, shared: Shared, target: Any, parts: tuple[int, ...], *, kernel: Any, grid: tuple[int, ...],
     division: Division, mask: MaskKind, scale: tuple[str, int], **arguments: Any,
 ) -> Any:  # fmt: skip
-    """Enqueue a kernel for short sequences and, if it splits their keys, the combine kernel; returns out and lse.
+    """Enqueue a kernel for short sequences and, if it splits their keys, the combine kernel; returns the results.
 
-    `target` is the out and lse in which these kernels fill the missing rows, or None if they write all rows. `parts` is
+    `target` are the results in which these kernels fill the missing rows, or None if they write all rows. `parts` is
     the shape of the splits' lses. `scale` has the name of the values' scale and the stride of its array.
     """
     divided, numbers = division.plain, shared.numbers
     scale_name, scale_stride = scale
-    out, lse = target or (shared.arrays["q"],) * 2  # q is a stand-in for absent arrays
-    *stored, out, lse = launch(
+    arrays = shared.arrays
+    out, lse, *others = target or (arrays["q"],) * 2  # q is a stand-in for absent arrays
+    if others:  # the largest logits so far
+        arrays = {**arrays, MAX_LOGITS: others[0]}
+    part_values, part_lses, out, lse, *others = launch(
         kernel,
         grid,
-        (*shared.arrays.values(), out, lse),
+        (*arrays.values(), out, lse),
         [
             ((*parts, call.v_head_dim) if divided.SPLIT_KV else (1,), "float32"),
             (parts if divided.SPLIT_KV else (1,), "float32"),
             *([] if target else results(call)),
         ],
-        inplace=(len(shared.arrays), len(shared.arrays) + 1) if target else (),
+        inplace=((len(arrays), len(arrays) + 1) if target else ()) + shared.max_logits(call),
+        **absent(call),
         **dependent(overlaps(call) and target is not None),
         **numbers,
         **arguments,
     )
     if not divided.SPLIT_KV:
-        return out, lse
+        return out, lse, *others
     cu_q_lens, kv_lens, num_splits = shared.arrays["cu_q_lens"], shared.arrays["kv_lens"], arguments["num_splits"]
     most_merged = (512 if divided.BATCH_INVARIANT else 2048) // next_power_of_2(call.v_head_dim)  # limited by registers
-    return combine(
+    merged = combine(
         launch,
         call,
-        (*stored, stored[1], cu_q_lens),
+        (part_values, part_lses, part_lses, cu_q_lens),
         (out, lse),
         (cu_q_lens, shared.arrays["num_seqs"], shared.arrays["sinks"], shared.arrays[scale_name], kv_lens, kv_lens),
         {
@@ -96,3 +107,4 @@ def run_splits(
         MERGED=min(next_power_of_2(num_splits), max(1, most_merged)),
         most_rows=min(divided.SHORT_ROWS, most_tokens(call) * divided.GROUP),
     )
+    return *merged, *others

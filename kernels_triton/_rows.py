@@ -12,6 +12,7 @@ import triton.language as tl
 from ragged_attention.kernels_triton._bias import Bias, Table, load_slopes, table_of
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import in_float16, load_scale, narrow
+from ragged_attention.kernels_triton._max_logits import largest_of_state, raise_largest
 from ragged_attention.kernels_triton._pages import Queries
 from ragged_attention.kernels_triton._segments import normalised
 from ragged_attention.kernels_triton._sequences import query_edge
@@ -130,7 +131,7 @@ def load_queries(array, rows, factors, SCALING: tl.constexpr, SHAPE: tl.constexp
 @triton.jit
 def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr, SHAPE: tl.constexpr):
     """Write out and lse of finished rows. A row that has seen no key gets 0 and -inf."""
-    m_i, l_i, acc = state
+    m_i, l_i, acc = state[0], state[1], state[2]
     head = rows.kv_head * SHAPE.GROUP + rows.row % SHAPE.GROUP
     exists = rows.row < rows.num_rows
     factor, lse = finish(m_i, l_i, sinks_ptr, head, exists, v_scale, HAS_SINKS)
@@ -146,7 +147,7 @@ def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr,
 @triton.jit
 def store_split(parts_ptr, part_lses_ptr, state, rows, part, ROWS: tl.constexpr, SHAPE: tl.constexpr):
     """Write one split's normalised rows, and their base-2 lse, to index `part` of the splits, which have ROWS rows."""
-    m_i, l_i, acc = state
+    m_i, l_i, acc = state[0], state[1], state[2]
     dv = tl.arange(0, SHAPE.DV_PAD)
     index = part * ROWS + rows.row
     acc, lse = normalised(m_i, l_i, acc)
@@ -171,3 +172,10 @@ def clear_rows(output, batch, entry, kv_head, ROWS: tl.constexpr, SHAPE: tl.cons
         mask = unowned[:, None] & (dv < SHAPE.DV)[None, :]
         tl.store(output.out_ptr + index[:, None] * SHAPE.DV + dv[None, :], zeros, mask=mask)
         tl.store(output.lse_ptr + index, tl.full([ROWS], float("-inf"), tl.float32), mask=unowned)
+
+
+@triton.jit
+def raise_largest_of_rows(max_ptr, state, rows, SHAPE: tl.constexpr):
+    """Raise the largest logits of the heads to those of finished rows; see `raise_largest`."""
+    head = rows.kv_head * SHAPE.GROUP + rows.row % SHAPE.GROUP
+    raise_largest(max_ptr, largest_of_state(state), state[1], head, rows.row < rows.num_rows)

@@ -15,6 +15,7 @@ from ragged_attention.kernels_triton._combine import combine
 from ragged_attention.kernels_triton._constants import Constants
 from ragged_attention.kernels_triton._formats import array_heads, load_scale
 from ragged_attention.kernels_triton._mask import Mask, Visible
+from ragged_attention.kernels_triton._max_logits import absent, larger, unchanged
 from ragged_attention.kernels_triton._pages import (
     Attention,
     Loop,
@@ -25,6 +26,7 @@ from ragged_attention.kernels_triton._pages import (
     nothing_seen,
     page_entries,
     table_of,
+    with_segment,
 )
 from ragged_attention.kernels_triton._ragged import Shared, results
 from ragged_attention.kernels_triton._rows import (
@@ -34,10 +36,10 @@ from ragged_attention.kernels_triton._rows import (
     Rows,
     Scaling,
     load_queries,
+    raise_largest_of_rows,
     store_rows,
     store_split,
 )
-from ragged_attention.kernels_triton._segments import normalised, with_later
 from ragged_attention.kernels_triton._selected import (
     ListKind,
     Visits,
@@ -90,13 +92,14 @@ def pages_of_blocks(pages, block, step, last, LISTS: tl.constexpr, PAGE_SIZE: tl
 
 @triton.jit
 def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.constexpr, LISTS: tl.constexpr):
-    """(m_i, l_i, acc) of a job's query rows over the blocks that a program visits; see `_pages.attend`.
+    """The state of `_pages.attend` for a job's query rows, after the blocks that a program visits.
 
     Blocks and their pages are looked up one iteration ahead.
     """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     m_i, l_i, acc = nothing_seen(queries.q.shape[0], SHAPE.DV_PAD)
+    largest = m_i
     next_block = blocks_of_step(visits, visits.begin, LISTS, BLOCK_KV)
     next_page = pages_of_blocks(pages, next_block, visits.begin, visits.kv_len, LISTS, SHAPE.PAGE_SIZE, BLOCK_KV)
     for step in range(visits.begin, visits.end):
@@ -108,20 +111,26 @@ def attend_to_blocks(queries, visits, visible, mask, pages, ATTENTION: tl.conste
         known = (page >= 0) & (page < pages.num_pages)
         slots = Slots(keys, page, readable & known)
         k = load_keys(pages, slots, queries.q.dtype, True, SHAPE)
-        logits, scale = logits_of(queries, k, pages, slots, step, visible, ATTENTION, True)
-        logits = tl.where(seen & slots.readable[None, :], logits, float("-inf"))
+        logits, scale, products = logits_of(queries, k, pages, slots, step, visible, ATTENTION, True)
+        seen = seen & slots.readable[None, :]
+        logits = tl.where(seen, logits, float("-inf"))
+        if ATTENTION.KEEPS_LARGEST:
+            largest = larger(largest, tl.where(seen, unchanged(products, queries, ATTENTION), float("-inf")))
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         acc = add_values(
             acc * alpha[:, None], weights, logits, pages, slots, ATTENTION.LOOP.WEIGHT_TERMS, True, SHAPE
         )  # fmt: skip
-    return m_i, l_i, acc
+    state = (m_i, l_i, acc)
+    if ATTENTION.KEEPS_LARGEST:
+        state += (largest,)
+    return state
 
 
 @triton.jit(do_not_specialize=VARYING)
 def selected_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, lists_ptr,
-    parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, given_max_ptr, lists_ptr,
+    parts_ptr, part_lses_ptr, out_ptr, lse_ptr, max_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
@@ -187,14 +196,14 @@ def selected_kernel(
             each = tl.maximum(each, CONFIG.LEAST_STEPS)
         if CONFIG.SEGMENTS > SPLITS:
             state = nothing_seen(BLOCK_Q, SHAPE.DV_PAD)
+            state += (state[0],)
             for begin in range(0, steps, each):
                 visits = Visits(
                     named.ptr, named.num_blocks, begin, tl.minimum(begin + each, steps), row, start + first, low,
                     kv_len - q_len, kv_len,
                 )  # fmt: skip
-                m_i, l_i, acc = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
-                attended, lse = normalised(m_i, l_i, acc)
-                state = with_later(state, attended, lse)
+                part = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
+                state = with_segment(state, part)
         else:
             begin = tl.minimum(split * each, steps)
             visits = Visits(
@@ -202,6 +211,8 @@ def selected_kernel(
                 kv_len - q_len, kv_len,
             )  # fmt: skip
             state = attend_to_blocks(queries, visits, visible, mask, pages, CONFIG.ATTENTION, LISTS)
+        if max_ptr is not None:
+            raise_largest_of_rows(max_ptr, state, rows, SHAPE)
         if SPLITS == 1:
             v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
             store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
@@ -237,7 +248,7 @@ def invariant_fields(call: Any) -> dict[str, int]:
     There are splits if there are too few tokens to fill the GPU. They take memory.
     """
     few = num_programs(call, 1) < 2 * call.device.num_multiprocessors
-    fields = sizes_of(call, 1)
+    fields = sizes_of(call, 1, looked_up=_paged_tiles.looks_up_always(call))
     if call.device.arch == "sm_120" and OLDER_COMPILER:  # three stages would spill
         fields["num_stages"] = min(fields["num_stages"], 2)
     return {**fields, "num_splits": SEGMENTS if few else 1}
@@ -257,10 +268,10 @@ def rows_of_prompts(call: Any) -> int:
     return 32 if max(call.head_dim, call.v_head_dim) <= 128 else 16  # more would spill
 
 
-def sizes_of(call: Any, tokens: int) -> dict[str, int]:
-    """The sizes of the attention kernel, whose loop is that of the split kernel."""
+def sizes_of(call: Any, tokens: int, *, looked_up: bool | None = None) -> dict[str, int]:
+    """The sizes of the attention kernel, whose loop is that of the split kernel; see `split_sizes`."""
     rows = min(max(16, next_power_of_2(tokens * call.group)), 64)
-    sizes = _paged_tiles.split_sizes(call, rows)
+    sizes = _paged_tiles.split_sizes(call, rows, looked_up=looked_up)
     few = _paged_tiles.decodes(call) or on_cuda_cores(call) or max(call.head_dim, call.v_head_dim) > 128
     if few and call.device.arch == "sm_120" and OLDER_COMPILER:  # three stages would spill
         sizes = sizes._replace(stages=min(sizes.stages, 2))
@@ -269,7 +280,7 @@ def sizes_of(call: Any, tokens: int) -> dict[str, int]:
 
 
 def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) -> list[Any]:
-    """Enqueue the kernels; returns out and lse."""
+    """Enqueue the kernels; returns the results."""
     numbers, attention = shared.numbers, shared.constants["ATTENTION"]
     splits, segments = tile.num_splits, SEGMENTS if tile.invariant else 0
     if segments and splits > 1:
@@ -292,7 +303,7 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
     loop = Loop(BLOCK_KV=tile.block_kv, EDGE_KV=tile.block_kv, WEIGHT_TERMS=weight_terms, MASKED_BELOW=0)
     parts = (max(call.num_tokens, 1), splits, call.num_kv_heads, row_blocks * block_q)
     jobs = num_jobs(call.num_tokens, call.max_num_seqs, lists)
-    *stored, out, lse = launch(
+    part_values, part_lses, out, lse, *others = launch(
         selected_kernel,
         (jobs * row_blocks * splits, call.num_kv_heads),
         (*shared.arrays.values(), named),
@@ -301,6 +312,8 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
             (parts if splits > 1 else (1,), "float32"),
             *results(call),
         ],
+        inplace=shared.max_logits(call),
+        **absent(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         CONFIG=Config(
@@ -315,9 +328,10 @@ def run(call: Any, tile: Any, launch: Any, shared: Shared, weight_terms: int) ->
         **numbers,
     )
     if splits == 1 or not call.num_tokens:
-        return [out, lse]
-    rows = row_blocks * block_q
-    return merge_splits(call, launch, shared, stored, (out, lse), splits, rows, in_order=segments > 0)
+        return [out, lse, *others]
+    stored, rows = [part_values, part_lses], row_blocks * block_q
+    merged = merge_splits(call, launch, shared, stored, (out, lse), splits, rows, in_order=segments > 0)
+    return [*merged, *others]
 
 
 def merge_splits(

@@ -71,6 +71,7 @@ class Config(Constants):
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
     HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
     LISTS: ListKind | None = None  # the lists of blocks of keys, if there are any
+    KEEPS_LARGEST: bool = False  # see `keeps_largest`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "EXACT_KV", smaller_block(self.BLOCK_KV))

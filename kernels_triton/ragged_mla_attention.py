@@ -50,7 +50,8 @@ from ragged_attention.kernels_triton._mask import (
     ranges_array,
     ranges_of_rows,
 )
-from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
+from ragged_attention.kernels_triton._max_logits import absent, cleared, keeps_largest, raise_largest
+from ragged_attention.kernels_triton._ragged import MAX_LOGITS, Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._sequences import VARYING, count_sequences, max_blocks
 from ragged_attention.kernels_triton._softmax import LOG2E, finish
 from ragged_attention.kernels_triton._splits import (
@@ -81,7 +82,7 @@ SMALL_CAPACITY = 1024  # up to this capacity per sequence, unequal lengths do no
 WAVES = 4  # maximum waves of programs that compute splits: more would only take memory
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
-    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "return_lse", "return_max_logits", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -244,7 +245,8 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def ragged_latent_kernel(
     q_ptr, cache_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr, kv_scale_ptr,
-    rope_scale_ptr, ranges_ptr, given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    rope_scale_ptr, ranges_ptr, given_max_ptr, given_out_ptr, given_lse_ptr, parts_ptr, part_lses_ptr, out_ptr,
+    lse_ptr, max_ptr,
     num_tokens, max_num_seqs, capacity, window, num_slots, table_stride, q_token_stride, q_head_stride,
     page_stride, slot_stride, logit_scale, soft_cap, kv_scale_factor, rope_scale_factor, num_splits, num_parts,
     CONFIG: tl.constexpr,
@@ -323,7 +325,7 @@ def ragged_latent_kernel(
             )  # fmt: skip
             if CARRIED:
                 groups = zeros_like(groups)
-        m_i, largest, sums, acc, acc_rest = state
+        m_i, largest, sums, acc, acc_rest = state[0], state[1], state[2], state[3], state[4]
         l_i = sum_of_each_row(sums)
         restored = restoring_factor(m_i, l_i, largest, FORMAT.RESCALED)
         row = first_row + zero_after(l_i) + tl.arange(0, BLOCK_H)
@@ -340,6 +342,11 @@ def ragged_latent_kernel(
             store_groups(parts_ptr, index, Finished(acc, factor * restored, acc_rest, factor), valid, OPERANDS,
                          OPERANDS.REST_IS_VALUE, CONFIG.DV)  # fmt: skip
             tl.store(part_lses_ptr + index, lse_in_base_2(m_i, l_i), mask=valid)
+        if max_ptr is not None:
+            uncapped = m_i
+            if LOOP.KEEPS_LARGEST:
+                uncapped = state[5]
+            raise_largest(max_ptr, uncapped, l_i, row % NUM_HEADS, valid)
     if CONFIG.PDL and CONFIG.HAS_SHORT and not CONFIG.HAS_LONG:
         gdc_wait()  # the next kernel waits for this launch only, but also needs the rows of the previous launch
 
@@ -370,7 +377,7 @@ def shared_arguments(call: RaggedMlaAttention, launch: Any) -> Shared:
         "PDL": overlaps(call),
     }
     arrays = {"q": q, "kv_cache": keys.cache, **sequences, "kv_scale": kv_scale, "rope_scale": rope_scale}
-    arrays["key_ranges"] = ranges_array(call, launch, q)
+    arrays |= {"key_ranges": ranges_array(call, launch, q), MAX_LOGITS: cleared(call, launch, q)}
     return Shared(arrays, numbers, constants)
 
 
@@ -410,6 +417,7 @@ def launch_arguments(
                 RANGES=mask.RANGES if mixed or mask.RANGES > 1 else 0,  # one range without a mask is all blocks visited
                 RANGES_DIFFER=mask.RANGES > 0 and mixed,
                 BLOCK_KV=sizes.keys,
+                KEEPS_LARGEST=keeps_largest(call),
                 SUMS_BY_COLUMN=sums_by_column(call, call.kv_format, sizes),
                 OPERANDS=operands(call, sizes.rows),
             ),
@@ -425,23 +433,25 @@ def launch_arguments(
 
 
 def run_long(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared) -> Any:
-    """Enqueue the kernel for long sequences and rows that belong to no sequence; returns out and lse."""
+    """Enqueue the kernel for long sequences and rows that belong to no sequence; returns the results."""
     nothing, q = ((1,), "float32"), shared.arrays["q"]  # q is a stand-in for absent arrays
     division = division_of(call, tile, tile.block_kv, splits=False)
-    *_, out, lse = launch(
+    _, _, *made = launch(
         ragged_latent_kernel,
         (max_blocks(call.num_tokens * call.group, tile.block_h, call.max_num_seqs),),
         (*shared.arrays.values(), q, q),
         [nothing, nothing, *results(call)],
+        inplace=shared.max_logits(call),
+        **absent(call),
         num_parts=0,
         **shared.numbers,
         **launch_arguments(call, tile, tile.long, shared, division, short=False, long=True),
     )
-    return out, lse
+    return made
 
 
 def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
-    """Enqueue the kernels for short sequences; returns out and lse. See `run_splits`."""
+    """Enqueue the kernels for short sequences; returns the results. See `run_splits`."""
     entries, stored = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     programs = entries * (tile.short_rows // tile.split_block_h)
     division = division_of(call, tile, tile.split_block_kv, splits=True)
@@ -464,12 +474,12 @@ def run_short(call: RaggedMlaAttention, tile: Tile, launch: Any, shared: Shared,
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
+    """Enqueue the kernels; returns out or a tuple of the requested results."""
     tile, shared = possible_tile(call, tile), shared_arguments(call, launch)
     empty = not (call.num_tokens and call.max_num_seqs)
     all_are_short = most_tokens(call) * call.num_q_heads <= tile.short_rows  # the host's estimate
     target: Any = None
     if empty or not (all_are_short or tile.long == tile.short):
         target = run_long(call, tile, launch, shared)
-    out, lse = target if empty else run_short(call, tile, launch, shared, target)
-    return (out, lse) if call.return_lse else out
+    made = target if empty else run_short(call, tile, launch, shared, target)
+    return call.requested(**dict(zip(("out", "lse", "max_logits"), made, strict=False)))

@@ -42,8 +42,9 @@ from ragged_attention.kernels_triton._mask import (
     ranges_array,
     visible_keys,
 )
+from ragged_attention.kernels_triton._max_logits import absent, cleared, keeps_largest
 from ragged_attention.kernels_triton._pages import Attention, Loop, Pages, Shape, attend_all, table_of
-from ragged_attention.kernels_triton._ragged import Shared, results, run_splits, sequence_arguments
+from ragged_attention.kernels_triton._ragged import MAX_LOGITS, Shared, results, run_splits, sequence_arguments
 from ragged_attention.kernels_triton._rows import (
     Factors,
     Output,
@@ -52,6 +53,7 @@ from ragged_attention.kernels_triton._rows import (
     Scaling,
     clear_rows,
     load_queries,
+    raise_largest_of_rows,
     store_rows,
     store_split,
 )
@@ -94,8 +96,8 @@ from ragged_attention.kernels_triton._tiles import (
 MIN_SPLIT = 256  # minimum keys per split: a smaller split does not pay for an extra program
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
-    "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
+    "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -188,7 +190,8 @@ class Config(Constants):
 @triton.jit(do_not_specialize=VARYING)
 def tile_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, out_ptr, lse_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, given_max_ptr,
+    out_ptr, lse_ptr, max_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
@@ -243,14 +246,16 @@ def tile_kernel(
         if KIND.RANGES:  # registers are short
             rows = Rows(first_row + zero_after(state[1]) + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
+        if max_ptr is not None:
+            raise_largest_of_rows(max_ptr, state, rows, SHAPE)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def split_kernel(
     q_ptr, k_ptr, v_ptr, kv_lens_ptr, page_indices_ptr, cu_q_lens_ptr, num_seqs_ptr, sinks_ptr,
-    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr,
+    k_scale_ptr, v_scale_ptr, k_scales_ptr, v_scales_ptr, mask_ptr, slopes_ptr, bias_ptr, given_max_ptr,
     given_out_ptr, given_lse_ptr,
-    parts_ptr, part_lses_ptr, out_ptr, lse_ptr,
+    parts_ptr, part_lses_ptr, out_ptr, lse_ptr, max_ptr,
     num_tokens, max_num_seqs, num_pages, capacity, table_stride,
     q_token_stride, q_head_stride, k_page_stride, k_slot_stride, k_head_stride,
     v_page_stride, v_slot_stride, v_head_stride, k_scales_stride, v_scales_stride,
@@ -319,6 +324,8 @@ def split_kernel(
         else:
             part = split.place.to(tl.int64) * (SHAPE.NUM_HEADS // SHAPE.GROUP) + kv_head
             store_split(parts_ptr, part_lses_ptr, state, rows, part, DIVISION.SHORT_ROWS, SHAPE)
+        if max_ptr is not None:
+            raise_largest_of_rows(max_ptr, state, rows, SHAPE)
     if CONFIG.PDL and not DIVISION.ALL_SEQUENCES:
         gdc_wait()  # the next kernel waits for this one only, but also needs the rows of the tile kernel
 
@@ -356,8 +363,8 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
     )
     array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call has one of them at most
     others = {"k_scale": k_scale, "v_scale": v_scale, **scale_pages, "mask": array, "alibi_slopes": slopes}
-    others["relative_bias"] = bias
-    attention = {"SHAPE": shape_of(call, call.v_head_dim, launch), "MASK": mask}
+    others |= {"relative_bias": bias, MAX_LOGITS: cleared(call, launch, q)}
+    attention = {"SHAPE": shape_of(call, call.v_head_dim, launch), "MASK": mask, "KEEPS_LARGEST": keeps_largest(call)}
     return Shared(
         {"q": q, "k_pages": k_pages, "v_pages": v_pages, **sequences, **others},
         numbers,
@@ -408,7 +415,7 @@ def all_are_short(call: Any, tile: Tile) -> bool:
 
 
 def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
-    """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns out and lse."""
+    """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns the results."""
     masked_below = tile.split_weights_below if in_bfloat16(call) else 0
     if in_bfloat16(call) and is_biased(call):
         masked_below = LARGEST_INT.value  # a steep slope leaves most of the weight to few keys, however many there are
@@ -431,6 +438,8 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
         (max_blocks(call.num_tokens * call.group, tile.block_q, call.max_num_seqs), call.num_kv_heads),
         tuple(shared.arrays.values()),
         results(call),
+        inplace=shared.max_logits(call),
+        **absent(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         CONFIG=config_of(shared, loop, division, tile.block_q),
@@ -456,7 +465,7 @@ def split_edge(call: Any, block_kv: int) -> int:
 
 
 def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -> Any:
-    """Enqueue the split kernel and, if needed, the combine kernel; returns out and lse. See `run_splits`."""
+    """Enqueue the split kernel and, if needed, the combine kernel; returns the results. See `run_splits`."""
     if tile.segment_kv:
         tile = dataclasses.replace(
             tile,
@@ -505,17 +514,17 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
 
 
 def run_dense(call: Any, tile: Tile, launch: Any, shared: Shared) -> Any:
-    """Enqueue the kernels of a call without lists of blocks; returns out and lse."""
+    """Enqueue the kernels of a call without lists of blocks; returns the results."""
     target: Any = None if all_are_short(call, tile) else run_tile(call, tile, launch, shared)
     has_rows = call.num_tokens and call.max_num_seqs
     return run_split(call, tile, launch, shared, target) if has_rows else target
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns out or, with `return_lse`, (out, lse)."""
+    """Enqueue the kernels; returns out or a tuple of the requested results."""
     shared = shared_arguments(call, launch)
     if call.selected is not None:
-        out, lse = _selected_pages.run(call, tile, launch, shared, weight_terms=2 if in_bfloat16(call) else 1)
+        made = _selected_pages.run(call, tile, launch, shared, weight_terms=2 if in_bfloat16(call) else 1)
     else:
-        out, lse = run_dense(call, possible_tile(call, tile), launch, shared)
-    return (out, lse) if call.return_lse else out
+        made = run_dense(call, possible_tile(call, tile), launch, shared)
+    return call.requested(**dict(zip(("out", "lse", "max_logits"), made, strict=False)))

@@ -17,6 +17,15 @@ from ragged_attention.kernels_triton._compiler import first_of_block
 from ragged_attention.kernels_triton._formats import narrow
 from ragged_attention.kernels_triton._key_ranges import exact_and_other_ends
 from ragged_attention.kernels_triton._mask import Mask, may_read, ranges_array, sees_of
+from ragged_attention.kernels_triton._max_logits import (
+    absent,
+    cleared,
+    keeps_largest,
+    larger,
+    largest_of_state,
+    raise_largest,
+    unchanged,
+)
 from ragged_attention.kernels_triton._rows import Rows, logit_scales
 from ragged_attention.kernels_triton._segments import expect_segments
 from ragged_attention.kernels_triton._selected import (
@@ -60,7 +69,7 @@ from ragged_attention.kernels_triton._varlen import (
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_max_logits", "deterministic",
 })  # fmt: skip
 
 
@@ -118,9 +127,11 @@ def sizes(call: Any) -> Sizes:
     whole = not any(rest for _, rest in _varlen.widths(call))
     # Otherwise 128 keys take too many registers.
     simple = call.soft_cap is None and call.selected is None and not (OLDER_COMPILER and call.key_ranges is not None)
+    keeps = keeps_largest(call)  # which takes registers too
+    simple = simple and not keeps
     if arch == "sm_90" and columns <= 256 and whole and simple:
         return Sizes(128, 128, 8, 3)
-    limited = OLDER_COMPILER and call.key_ranges is not None and arch not in WGMMA
+    limited = (keeps or (OLDER_COMPILER and call.key_ranges is not None)) and arch not in WGMMA
     most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
     if columns <= most_columns:
         return Sizes(128, 32 if limited else 64, 8, 3)
@@ -145,34 +156,48 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
            EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
 
+    If KEEPS_LARGEST, `state` has the largest logits before the soft cap and biases too.
+
     Without MASKED, every row must see every key of the blocks. With MASKED, only keys in [first, last) are read. A key
     that no row sees has no effect, even if it is NaN; EXACT is as in `_pages.attend`.
     """
     BLOCK_KV: tl.constexpr = CONFIG.EXACT_KV if EXACT else CONFIG.BLOCK_KV
-    m_i, l_i, acc = state
+    m_i, l_i, acc = state[0], state[1], state[2]
+    largest = largest_of_state(state)
     for index in range(blocks.num_blocks):
         block = block_start(blocks, index, MASKED, BLOCK_KV)
         key = block + tl.arange(0, BLOCK_KV)
         readable = may_read(key, visible, CONFIG.MASK, EXACT)
         k = load_rows(arrays.k, block, readable, MASKED, BLOCK_KV, CONFIG.K)
-        logits, scale = capped_and_biased(product(queries.q, k), queries, key, visible, CONFIG)
+        products = product(queries.q, k)
+        logits, scale = capped_and_biased(products, queries, key, visible, CONFIG)
         if MASKED:
             seen = sees_of(visible, key, mask, CONFIG.MASK)
             logits = tl.where(seen, logits, float("-inf"))
+        if CONFIG.KEEPS_LARGEST:
+            products = unchanged(products, queries, CONFIG)
+            if MASKED:
+                products = tl.where(seen, products, float("-inf"))
+            largest = larger(largest, products)
         weights, alpha, m_i, l_i = online_softmax(logits, m_i, l_i, scale)
         rounded = narrow(weights, queries.q[0].dtype)
         v = load_rows(arrays.v, block, readable, MASKED, BLOCK_KV, CONFIG.V)
         acc = accumulate(rounded, v, times(acc, alpha[:, None]))
-    return m_i, l_i, acc
+    state = (m_i, l_i, acc)
+    if CONFIG.KEEPS_LARGEST:
+        state += (largest,)
+    return state
 
 
 @triton.jit
 def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
-    """(m_i, l_i, acc) of query rows over all keys that they see."""
+    """The state of `attend` after all keys that query rows see."""
     ROWS: tl.constexpr = queries.q[0].shape[0]
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     state = (m_i, l_i, zeros(ROWS, CONFIG.V))
+    if CONFIG.KEEPS_LARGEST:
+        state += (m_i,)
     state = attend(queries, state, arrays, whole_blocks(edges, CONFIG.BLOCK_KV), visible, mask, CONFIG, False)
     ends = end_blocks(edges, CONFIG.BLOCK_KV)
     if CONFIG.MASK.RANGES:
@@ -183,25 +208,32 @@ def attend_all(queries, arrays, edges, visible, mask, CONFIG: tl.constexpr):
 
 @triton.jit
 def attend_to_blocks(queries, arrays, visits, visible, mask, CONFIG: tl.constexpr):
-    """(m_i, l_i, acc) of a job's query rows over the blocks that its lists name."""
+    """The state of `attend` for a job's query rows, after the blocks that its lists name."""
     LISTS: tl.constexpr = CONFIG.LISTS
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     ROWS: tl.constexpr = queries.q[0].shape[0]
     m_i = tl.full([ROWS], float("-inf"), tl.float32)
     l_i = tl.zeros([ROWS], tl.float32)
     acc = zeros(ROWS, CONFIG.V)
+    largest = m_i
     following = blocks_of_step(visits, 0, LISTS, BLOCK_KV)
     for step in range(visits.end):
         block = following
         following = blocks_of_step(visits, step + 1, LISTS, BLOCK_KV)
         key, readable, seen = keys_of_step(visits, block, step, mask, LISTS, BLOCK_KV)
         k = gather_rows(arrays.k, key, 0, readable, CONFIG.K)
-        logits, scale = capped_and_biased(product(queries.q, k), queries, key, visible, CONFIG)
+        products = product(queries.q, k)
+        logits, scale = capped_and_biased(products, queries, key, visible, CONFIG)
+        if CONFIG.KEEPS_LARGEST:
+            largest = larger(largest, tl.where(seen, unchanged(products, queries, CONFIG), float("-inf")))
         weights, alpha, m_i, l_i = online_softmax(tl.where(seen, logits, float("-inf")), m_i, l_i, scale)
         rounded = narrow(weights, queries.q[0].dtype)
         v = gather_rows(arrays.v, key, 0, readable, CONFIG.V)
         acc = accumulate(rounded, v, times(acc, alpha[:, None]))
-    return m_i, l_i, acc
+    state = (m_i, l_i, acc)
+    if CONFIG.KEEPS_LARGEST:
+        state += (largest,)
+    return state
 
 
 @triton.jit
@@ -215,7 +247,7 @@ def negated(parts):
 @triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, cu_q_lens_ptr, cu_kv_lens_ptr, sinks_ptr, slopes_ptr, bias_ptr, ranges_ptr,
-    lists_ptr, out_ptr, lse_ptr,
+    lists_ptr, given_max_ptr, out_ptr, lse_ptr, max_ptr,
     num_q_tokens, num_kv_tokens, num_seqs, window, q_head_stride, k_head_stride, v_head_stride, sm_scale, soft_cap,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
@@ -247,17 +279,20 @@ def forward_kernel(
         queries = Queries(q, inner, cap, outer, slope, table)
         if CONFIG.LISTS is None:
             visible, edges = visible_blocks(rows, first_row, job.q_len, job.kv_len, mask, CONFIG)
-            m_i, l_i, acc = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
+            state = attend_all(queries, Keys(k_rows, v_rows), edges, visible, mask, CONFIG)
         else:
             visits, visible = visits_of_job(lists_ptr, job, kv_head, CONFIG)
-            m_i, l_i, acc = attend_to_blocks(queries, Keys(k_rows, v_rows), visits, visible, mask, CONFIG)
+            state = attend_to_blocks(queries, Keys(k_rows, v_rows), visits, visible, mask, CONFIG)
 
+        m_i, l_i, acc = state[0], state[1], state[2]
         row = first_row + tl.arange(0, BLOCK_Q)
         head = kv_head * GROUP + row % GROUP
         exists = row < job.end_row
         factor, lse = finish(m_i, l_i, sinks_ptr, head, exists, 1.0, CONFIG.HAS_SINKS)
         tl.store(lse_ptr + (start + row // GROUP).to(tl.int64) * CONFIG.Q.NUM_HEADS + head, lse, mask=exists)
         store_rows(out_ptr, start, kv_head, first_row, times(acc, factor[:, None]), exists, BLOCK_Q, CONFIG.OUT)
+        if max_ptr is not None:
+            raise_largest(max_ptr, largest_of_state(state), l_i, head, exists)
 
 
 def run_as_ragged(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
@@ -268,7 +303,7 @@ def run_as_ragged(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernel; returns out and lse."""
+    """Enqueue the kernel; returns out, lse and, on request, the largest logits."""
     if tile.segment_kv:
         return run_as_ragged(call, tile, launch)
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "q", "k", "v")
@@ -276,11 +311,14 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
     bias, bias_form = bias_arguments(call, launch, edges[0])
     named, lists = _varlen.lists_of(call, launch, tile.joined_tokens, edges, numbers, config["MASK"])
     programs, block_q = _varlen.programs(call, tile.block_q, lists)
+    inputs = (*arrays.values(), *edges, sinks, slopes, bias, ranges_array(call, launch, edges[0]), named)
     return launch(
         forward_kernel,
         (programs, call.num_kv_heads),
-        (*arrays.values(), *edges, sinks, slopes, bias, ranges_array(call, launch, edges[0]), named),
+        (*inputs, cleared(call, launch, edges[0])),
         [(call.out_shape, call.q.dtype), (call.q.shape[:2], "float32")],
+        inplace=(len(inputs),) if call.return_max_logits else (),
+        **absent(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
         CONFIG=Config(
@@ -290,6 +328,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
             HAS_SINKS=call.sinks is not None,
             NEGATED=call.scale < 0,
             BIAS=bias_form,
+            KEEPS_LARGEST=keeps_largest(call),
             **config,
         ),
         **numbers,

@@ -8,11 +8,11 @@ from numpy.typing import ArrayLike
 from ragged_attention.reference._kv_layout import latent_rows, per_head, sequence_bounds, true_queries
 from ragged_attention.reference._softmax import sink_of_each
 from ragged_attention.reference.mla_decode import dense_slots
-from ragged_attention.reference.ragged_paged_attention import attend, rows_of, visible
+from ragged_attention.reference.ragged_paged_attention import attend, largest_logit, rows_of, visible
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
-    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "return_lse", "return_max_logits", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -36,6 +36,7 @@ def ragged_mla_attention(
     kv_scale: ArrayLike | None = None,
     rope_scale: ArrayLike | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     new_kv: None = None,
     key_ranges: ArrayLike | None = None,
     cache_format: str | None = None,
@@ -44,7 +45,7 @@ def ragged_mla_attention(
     code_dtype: str | None = None,
     q_dtype: str | None = None,
 ) -> Any:
-    """Out [T, H, d_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
+    """Out [T, H, d_v] in float64, and lse [T, H] and max_logits [H] on request; arguments are the operation's.
 
     `new_kv` is written by `write_mla_cache` before this is called. `code_dtype` names the dtype of a plain 8-bit cache.
     `q_dtype` names the dtype to which queries are rounded if `q_scale` is an array.
@@ -59,7 +60,7 @@ def ragged_mla_attention(
     if rope_scale is not None:
         factors[d_v:] = per_head(rope_scale, 1)
     out = np.zeros((num_tokens, num_q_heads, d_v))
-    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    lse, max_logits = np.full((num_tokens, num_q_heads), -np.inf), np.full(num_q_heads, -np.inf)
     sinks = sink_of_each(sinks, num_q_heads)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
         kv_len = int(np.clip(np.asarray(kv_lens)[seq], 0, page_indices.shape[1] * page_size))
@@ -76,7 +77,10 @@ def ragged_mla_attention(
             out[start:stop, head], lse[start:stop, head] = attend(
                 q[start:stop, head], rows, rows[:, :d_v], seen, scale, soft_cap, sinks[head]
             )
-    return (out, lse) if return_lse else out
+            largest = largest_logit(q[start:stop, head], rows, seen, scale)
+            max_logits[head] = np.maximum(max_logits[head], largest)
+    results = (out, *[lse] * return_lse, *[max_logits] * return_max_logits)
+    return results if len(results) > 1 else out
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -12,8 +12,8 @@ from ragged_attention.reference._softmax import logits_of, share_of_keys, sink_o
 
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
-    "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
+    "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -132,6 +132,12 @@ def attend(
     return out * share_of_keys(lse, sink)[:, None], lse
 
 
+def largest_logit(q: Float64, k: Float64, seen: NDArray[np.bool_], scale: float) -> float:
+    """The largest `scale * q . k` of a query and a key that it sees: NaN if one is, -inf if there is none."""
+    used = seen.any(axis=0)
+    return float(np.where(seen[:, used], logits_of(q, k[used], scale, None), -np.inf).max(initial=-np.inf))
+
+
 def split_values(
     kv_pages: Any, scale_pages: tuple[Any, Any] = (None, None), formats: tuple[Any, Any] = (None, None)
 ) -> tuple[Float64, Float64]:
@@ -167,6 +173,7 @@ def ragged_paged_attention(
     k_scale_pages: ArrayLike | None = None,
     v_scale_pages: ArrayLike | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     new_kv: None = None,
     draft_mask: ArrayLike | None = None,
     key_ranges: ArrayLike | None = None,
@@ -177,7 +184,7 @@ def ragged_paged_attention(
     v_format: KvFormat | None = None,
     q_dtype: str | None = None,
 ) -> Any:
-    """Out [T, H, D_v] in float64, and lse [T, H] with `return_lse`; the arguments are those of the operation.
+    """Out [T, H, D_v] in float64, and lse [T, H] and max_logits [H] on request; arguments are the operation's.
 
     `new_kv` is written by `write_kv_pages` before this is called. Pages that hold codes as bits need the formats of
     their keys and values, and scale pages are [P, G, K, n]. `q_dtype` names the dtype to which queries are rounded if
@@ -192,7 +199,7 @@ def ragged_paged_attention(
     q, scale = true_queries(q, q_scale, head_dim**-0.5 if sm_scale is None else sm_scale, q_dtype)
     k_scale, v_scale = per_head(k_scale, num_kv_heads), per_head(v_scale, num_kv_heads)
     out = np.zeros((num_tokens, num_q_heads, v_pages.shape[-1]))
-    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    lse, max_logits = np.full((num_tokens, num_q_heads), -np.inf), np.full(num_q_heads, -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
     at_own = column_at_own(relative_bias, causal and key_ranges is None)
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
@@ -217,7 +224,10 @@ def ragged_paged_attention(
                 factor, soft_cap, sinks[head], bias,
             )  # fmt: skip
             out[start:stop, head] *= v_scale[kv_head]
-    return (out, lse) if return_lse else out
+            largest = largest_logit(q[start:stop, head], k[:, kv_head], of_head(seen, kv_head), factor)
+            max_logits[head] = np.maximum(max_logits[head], largest)
+    results = (out, *[lse] * return_lse, *[max_logits] * return_max_logits)
+    return results if len(results) > 1 else out
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -12,6 +12,7 @@ from ragged_attention.reference.ragged_paged_attention import (
     attend,
     bias_of,
     column_at_own,
+    largest_logit,
     of_head,
     rows_of,
     seen_by_heads,
@@ -21,7 +22,7 @@ from ragged_attention.reference.ragged_paged_attention import (
 
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_max_logits", "deterministic",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -59,16 +60,17 @@ def varlen_attention(
     key_ranges: ArrayLike | None = None,
     selected: ArrayLike | None = None,
     block_size: int | None = None,
+    return_max_logits: bool = False,
     deterministic: bool = False,
-) -> tuple[Float64, Float64]:
-    """Out [T_q, H, D_v] and lse [T_q, H] in float64; the arguments are those of the operation."""
+) -> tuple[Float64, ...]:
+    """Out [T_q, H, D_v], lse [T_q, H] and on request max_logits [H] in float64; arguments are the operation's."""
     del max_q_len, max_kv_len, deterministic  # they do not change the result
     q, k, v = (widened(array) for array in (q, k, v))
     num_q_tokens, num_q_heads, head_dim = q.shape
     num_kv_tokens, num_kv_heads, _ = k.shape
     scale = head_dim**-0.5 if sm_scale is None else sm_scale
     out = np.zeros((num_q_tokens, num_q_heads, v.shape[2]))
-    lse = np.full((num_q_tokens, num_q_heads), -np.inf)
+    lse, max_logits = np.full((num_q_tokens, num_q_heads), -np.inf), np.full(num_q_heads, -np.inf)
     sinks, slopes = sink_of_each(sinks, num_q_heads), slope_of_each(alibi_slopes, num_q_heads)
     at_own = column_at_own(relative_bias, causal)
     tokens, masks = (num_q_tokens, num_kv_tokens), (causal, sliding_window, key_ranges, selected, block_size)
@@ -80,7 +82,9 @@ def varlen_attention(
                 q[rows, head], k[keys, kv_head], v[keys, kv_head], of_head(seen, kv_head), scale, soft_cap, sinks[head],
                 bias_of(*lens, slopes[head], table_of(relative_bias, head, rows), at_own),
             )  # fmt: skip
-    return out, lse
+            largest = largest_logit(q[rows, head], k[keys, kv_head], of_head(seen, kv_head), scale)
+            max_logits[head] = np.maximum(max_logits[head], largest)
+    return (out, lse, max_logits) if return_max_logits else (out, lse)
 
 
 def run(call: Any, tile: Any, launch: Any) -> Any:

@@ -28,12 +28,13 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
         # With fewer heads tokens share a block of rows, or leave it unfilled, and that may round otherwise.
         small |= {"num_q_heads": 32 * size, "max_len": 8, "page_size": PAGE, "topk": 5, "sinks": True}
         small |= {"cache_format": "fp8_v32"} if fp8 else {"cache_format": "plain", "d_qk": 32, "d_v": 16}
-        small |= {"rotary": 8}
+        small |= {"rotary": 8, "return_max_logits": True}
     elif kind is Sample:
         small |= {"num_kv_heads": size, "head_dim": 16, "max_len": 8, "page_size": PAGE, "return_lse": True}
+        small |= {"return_max_logits": True}
         small |= {"sinks": True, "alibi_slopes": True, "relative_bias": True, "selected": 3, "block_size": 2}
     elif kind is VarlenSample:
-        small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True}
+        small |= {"num_kv_heads": size, "head_dim": 16, "num_tokens": 24, "sinks": True, "return_max_logits": True}
         small |= {"alibi_slopes": True, "relative_bias": True, "selected": 3, "block_size": 2}
     else:
         small |= {"num_kv_heads": size, "block_size": 2} if kind is BlocksSample else {}

@@ -97,7 +97,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5,
                   "max_q_len": 3, "alibi_slopes": SLOPES,
                   "relative_bias": BIAS},
-        TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "key_ranges": KEY_RANGES, "sinks": floats(4)},
+        TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "key_ranges": KEY_RANGES, "sinks": floats(4),
+                  "return_max_logits": True},
         TABLES | SELECTED | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "sinks": floats(4)},
         TABLES | {"q": floats(5, 4, 16), **SCALED_PAGES},
     ],
@@ -128,7 +129,11 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "prefill_attention": [
         PAGES | SHARED | {"length": ints(8), "page_indices": ints(1, 3, 0), "sliding_window": 2, "align": "end"},
     ],
-    "varlen_attention": [VARLEN | SHARED, BY_RANGES | SHARED, VARLEN | SHARED | SELECTED],
+    "varlen_attention": [
+        VARLEN | SHARED, BY_RANGES | SHARED, VARLEN | SHARED | SELECTED,
+        {name: VARLEN[name] for name in ("q", "k", "v", "cu_q_lens", "cu_kv_lens", "causal", "sinks")}
+        | {"return_max_logits": True},
+    ],
     "varlen_attention_backward": [
         VARLEN | SHARED | OUT | {"return_d_relative_bias": True}, BY_RANGES | SHARED | OUT,
         VARLEN | SHARED | OUT | SELECTED | {"return_d_relative_bias": True},
@@ -155,7 +160,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "return_lse": True, "new_kv": floats(5, 1, 576), "cache_format": "plain", "cache_layout": "token",
             "out_dtype": "float16",
         },
-        TABLES | LATENT | {"q": floats(5, 4, 576), "kv_cache": floats(6, 4, 1, 576), "key_ranges": KEY_RANGES},
+        TABLES | LATENT | {"q": floats(5, 4, 576), "kv_cache": floats(6, 4, 1, 576), "key_ranges": KEY_RANGES,
+                          "return_max_logits": True},
     ],
     "make_decode_schedule": [
         {"lens": ints(100, 0, 900), "extra_lens": ints(70, 1, 200), "sparse": True, "num_parts": 3, "overhead": 2,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -301,3 +301,19 @@ def test_gradients_lower_to_triton_for_cuda_and_to_xla_for_a_cpu() -> None:
     on_gpu, on_cpu = triton_kernels("gradients")
     assert on_gpu >= 10  # three attentions, at least three kernels of the one's gradient and two of each of the others'
     assert on_cpu == 0
+
+
+def test_max_logits_have_no_gradient() -> None:
+    """Their gradient is 0, and those of out and of lse stay as they are."""
+    (q, k, v, _), varlen_attention = packed(), cast(Any, rj.varlen_attention)
+
+    def gradients_of(index: int, **requests: bool) -> Any:
+        def total(*arrays: Any) -> Any:
+            results = varlen_attention(*arrays, *EDGES, return_lse=True, backend="xla", **requests)
+            return weighted(results[index])
+
+        return jax.grad(total, (0, 1, 2))(q, k, v)
+
+    for index in (0, 1):
+        assert_close(gradients_of(index, return_max_logits=True), gradients_of(index))
+    assert not any(gradient.any() for gradient in gradients_of(2, return_max_logits=True))

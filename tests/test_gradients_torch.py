@@ -4,7 +4,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -94,7 +94,7 @@ def own_bias(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     return packed(dtype) | {"relative_bias": normal(11, 4, 12, seed=4, dtype=wide)}
 
 
-def attend(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
+def attend(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, ...]:
     return rt.varlen_attention(cu_q_lens=EDGES[0], cu_kv_lens=EDGES[1], **tensors, return_lse=True, **options)
 
 
@@ -269,6 +269,25 @@ def test_the_largest_logit_is_a_constant() -> None:
     q, kv, _ = sparse().values()
     out, max_logits, lse = rt.sparse_mla_prefill(q, kv, LISTS, d_v=16)
     assert [result.requires_grad for result in (out, max_logits, lse)] == [True, False, True]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_max_logits_leave_the_gradients_as_they_are(compiled: bool) -> None:
+    """Those of out and of lse; the largest logits have none."""
+    given, varlen_attention = packed(), cast(Any, rt.varlen_attention)
+
+    def attend_with(**requests: bool) -> Any:
+        return varlen_attention(*[given[name] for name in "qkv"], *EDGES, return_lse=True, **requests)
+
+    function = torch.compile(attend_with, backend="aot_eager", fullgraph=True) if compiled else attend_with
+    out, lse, max_logits = function(return_max_logits=True)
+    assert (out.requires_grad, lse.requires_grad, max_logits.requires_grad) == (True, True, False)
+    assert max_logits.shape == (4,)
+    for index, result in enumerate((out, lse)):
+        total = torch.where(result.isfinite(), result, 0.0).sum()
+        plain = finite(attend_with())[index].sum()
+        inputs = [given[name] for name in "qkv"[: 3 - index]]
+        assert_close(torch.autograd.grad(total, inputs, retain_graph=True), torch.autograd.grad(plain, inputs))
 
 
 def test_a_gradient_has_no_gradient() -> None:

@@ -71,6 +71,19 @@ def test_e4m3_queries_are_widened_and_their_scale_may_be_traced(batch: tuple[Any
         ragged_paged_attention(q, kv_pages, *tables, q_scale=jnp.ones(5))
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_written_pages_come_after_the_largest_logits(batch: tuple[Any, ...], return_lse: bool) -> None:
+    new = jnp.ones((len(batch[0]), NUM_KV_HEADS, HEAD_DIM))
+    options = {"return_lse": return_lse, "backend": "xla"}
+    want = ragged_paged_attention(*batch, new_kv=(new, new), **options)
+    *others, max_logits, pages = ragged_paged_attention(*batch, new_kv=(new, new), return_max_logits=True, **options)
+    for got, wanted in zip((*others, pages), want, strict=True):
+        agrees(got, wanted, "float32")
+    alone = ragged_paged_attention(batch[0], pages, *batch[2:], return_max_logits=True, **options)
+    agrees(max_logits, alone[-1], "float32")
+    assert max_logits.shape == (NUM_KV_HEADS * GROUP,)
+
+
 @pytest.mark.parametrize("backend", ["xla", "reference"])
 def test_jit_with_traced_lengths_compiles_once(batch, backend):
     traces = []

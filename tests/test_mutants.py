@@ -26,6 +26,7 @@ pytest.importorskip("torch", reason="the mutants run through the torch front end
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
 
 honest_attention, honest_visible, honest_attend = attention.ragged_paged_attention, attention.visible, attention.attend
+honest_largest = attention.largest_logit
 honest_bias, honest_named, honest_by_heads = attention.bias_of, attention.named, attention.seen_by_heads
 honest_write, honest_merge = write.write_kv_pages, merge.merge_attention_states
 
@@ -344,6 +345,18 @@ def merged_sinks_count_in_the_lse(outs: Any, lses: Any, **others: Any) -> Any:
     return out, lse if sinks is None else np.logaddexp(lse, sinks)
 
 
+def max_logits_of_hidden_keys(q: Any, k: Any, seen: Any, scale: float) -> float:
+    return honest_largest(q, k, np.ones_like(seen), scale)
+
+
+def max_logits_of_magnitudes(q: Any, k: Any, seen: Any, scale: float) -> float:
+    return max(honest_largest(q, k, seen, scale), honest_largest(-q, k, seen, scale))
+
+
+def max_logits_of_queries_that_see_the_first_key(q: Any, k: Any, seen: Any, scale: float) -> float:
+    return honest_largest(q, k, seen & seen[:, :1], scale)
+
+
 ATTENTION: dict[str, Function] = {
     mutant.__name__: attention_with(visible=mutant)
     for mutant in (
@@ -359,6 +372,11 @@ ATTENTION: dict[str, Function] = {
 } | {
     mutant.__name__: attention_with(bias_of=mutant)
     for mutant in (slopes_of_keys_from_the_first_new_token, tables_turn_round, tables_end_in_zero)
+} | {
+    mutant.__name__: attention_with(largest_logit=mutant)
+    for mutant in (
+        max_logits_of_hidden_keys, max_logits_of_magnitudes, max_logits_of_queries_that_see_the_first_key,
+    )
 } | {
     mutant.__name__: attention_given(mutant)
     for mutant in (
@@ -437,6 +455,7 @@ NOTICED = {
     "sink_counted_in_the_lse": "sinks take their share",
     "lse_in_base_two": "a double is its multiplicity",
     "masked_keys_weigh_nothing_times_nan": "what no query sees",
+    "max_logits_of_hidden_keys": "attention, nothing that no query sees is in max_logits",
     "no_key_is_a_mean": "a query that sees no key",
     "scale_of_v_forgotten": "a quantised cache",
     "slopes_are_ignored": "a steep slope",

@@ -367,6 +367,7 @@ PACKED = [
     varlen(InvalidInput, "expected selected and block_size, or neither, got selected alone", selected=spans(6, 1, 2)),
     varlen_backward(InvalidInput, "expected selected and block_size, or neither, got block_size alone", block_size=4),
     varlen(TypeError, "expected return_lse to be a bool, got int", return_lse=1),
+    varlen(TypeError, "expected return_max_logits to be a bool, got int", return_max_logits=1),
     varlen(TypeError, "expected deterministic to be a bool, got int", deterministic=1),
     varlen_backward(InvalidInput, "expected d_out.shape to be [T_q, H, D_v] = [6, 4, 8], got [6, 4, 16]",
                     d_out=ones(6, 4, 16)),
@@ -557,6 +558,7 @@ STATIC = [
     attention(TypeError, "expected k_scale to be a number or an array, got str", k_scale="1"),
     attention(TypeError, "expected v_scale to be a number or an array, got list", v_scale=[1.0, 1.0]),
     attention(TypeError, "expected return_lse to be a bool, got NoneType", return_lse=None),
+    attention(TypeError, "expected return_max_logits to be a bool, got float", return_max_logits=1.0),
     attention(TypeError, "expected options to be a mapping, got list", options=[1]),
     attention(TypeError, "expected backend to be a name or a list of names, got 3", backend=3),
     # Dtypes.
@@ -1027,6 +1029,7 @@ STATIC = [
     # Ragged attention over latents.
     ragged_latents(TypeError, "expected q to be an array, got NoneType", q=None),
     ragged_latents(TypeError, "expected return_lse to be a bool, got int", return_lse=1),
+    ragged_latents(TypeError, "expected return_max_logits to be a bool, got str", return_max_logits="yes"),
     ragged_latents(TypeError, "expected max_q_len to be an int, got float", max_q_len=2.0),
     ragged_latents(TypeError, "expected kv_scale to be a number or an array, got str", kv_scale="2"),
     ragged_latents(InvalidInput, f"expected q.dtype to be {FLOATS}, got int32", q=ones(4, 4, 32, dtype=np.int32)),

@@ -181,6 +181,29 @@ def test_nothing_is_written_for_a_call_that_is_refused() -> None:
     torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("operation", ["ragged_paged_attention", "ragged_mla_attention", "varlen_attention"])
+def test_the_largest_logits_come_after_the_results_before_them(operation: str, return_lse: bool) -> None:
+    requests = {"backend": "eager", "return_lse": return_lse, "return_max_logits": True}
+    want = results(operation, **requests)
+    assert len(want) == 2 + return_lse
+    got = results(operation, **requests, out=packed(want[0]))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_the_written_pages_come_after_the_largest_logits(return_lse: bool) -> None:
+    pages = ARGUMENTS["ragged_paged_attention"]["kv_pages"].clone()
+    given = {"new_kv": (torch.ones(6, 2, 16), torch.ones(6, 2, 16)), "kv_pages": pages, "backend": "eager"}
+    for out in (None, torch.empty(6, 4, 16)):
+        *_, max_logits, written = found = results(
+            "ragged_paged_attention", **given, return_lse=return_lse, return_max_logits=True, out=out
+        )
+        assert len(found) == 3 + return_lse
+        assert written is pages
+        assert max_logits.shape == (4,)
+
+
 def test_pages_that_are_written_share_no_byte_with_it() -> None:
     held = ARGUMENTS["ragged_paged_attention"]["kv_pages"]
     memory = torch.empty(held.numel() + 6 * 4 * 16)

@@ -23,6 +23,7 @@ HONEST: dict[str, Function] = {
     for module in (packed, packed_backward, sparse)
 }
 FORWARD, DENSE, SPARSE = HONEST
+honest_largest = packed.largest_logit
 honest_visible, honest_attend, honest_sequences = packed.visible, packed.attend, packed.sequences
 honest_backward, honest_terms, honest_selected = (
     packed_backward.attend_backward,
@@ -337,6 +338,10 @@ def rows_nobody_lists_are_not_written(**arguments: Any) -> Any:
     return dq, np.where(dkv.any(axis=-1, keepdims=True), dkv, np.nan), d_sinks
 
 
+def max_logits_of_hidden_keys(q: Any, k: Any, seen: Any, scale: float) -> float:
+    return honest_largest(q, k, np.ones_like(seen), scale)
+
+
 FORWARDS: dict[str, Function] = {
     mutant.__name__: with_pieces(FORWARD, **{piece: mutant})
     for piece, mutant in (
@@ -351,6 +356,7 @@ FORWARDS: dict[str, Function] = {
         ("attend", cap_before_scale),
         ("attend", values_of_width_of_keys),
         ("attend", no_key_is_zero_over_zero),
+        ("largest_logit", max_logits_of_hidden_keys),
     )
 } | {
     "scale_is_ignored": given(FORWARD, sm_scale=None),
@@ -450,6 +456,7 @@ def test_a_wrong_sparse_gradient_is_caught(plant: Callable[..., Runner], name: s
 
 # Mutants that a law, which asks no oracle, shows to be wrong; the law by the beginning of its name.
 NOTICED = {
+    (FORWARD, "max_logits_of_hidden_keys"): "packed, nothing that no query sees is in max_logits",
     (FORWARD, "causal_from_the_top_left"): "packed keys are keys in pages",
     (FORWARD, "share_is_not_applied"): "packed, sinks take their share",
     (FORWARD, "keys_of_the_next_sequence"): "packed, sequences do not mix",

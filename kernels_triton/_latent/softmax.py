@@ -19,6 +19,7 @@ from ragged_attention.kernels_triton._latent.rows import (
     rest_columns,
 )
 from ragged_attention.kernels_triton._mask import in_ranges
+from ragged_attention.kernels_triton._max_logits import larger
 from ragged_attention.kernels_triton._softmax import matmul, online_softmax, soft_capped
 
 # With at least this many rows and eight warps, each row's columns should be divided between warps. But if a product
@@ -95,6 +96,7 @@ class Loop(Constants):
     RANGES_DIFFER: bool = False  # whether they may differ between rows of a block
     BLOCK_KV: int
     SUMS_BY_COLUMN: bool  # see `no_sums`
+    KEEPS_LARGEST: bool = False  # see `keeps_largest`
     OPERANDS: Operands
 
 
@@ -263,13 +265,15 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
     """Online softmax over blocks of a list of keys; returns the new `state` = (m_i, largest, sums, acc, acc_rest).
 
     `acc` is a tuple with one accumulator per group. If RESCALED, `acc` is relative to `largest`, the running maximum of
-    logit plus log2 scale. All other values are relative to `m_i`.
+    logit plus log2 scale. All other values are relative to `m_i`. If KEEPS_LARGEST, `state` ends with the largest
+    logits before the soft cap.
     """
     ROWS: tl.constexpr = queries.groups[0].shape[0]
     SPARSE: tl.constexpr = LOOP.SPARSE
     OPERANDS: tl.constexpr = LOOP.OPERANDS
     BLOCK_KV: tl.constexpr = LOOP.BLOCK_KV
-    m_i, largest, sums, acc, acc_rest = state
+    m_i, largest, sums, acc, acc_rest = state[0], state[1], state[2], state[3], state[4]
+    uncapped = state[len(state) - 1]  # if KEEPS_LARGEST
     first, last = keys_of_list.first, keys_of_list.last
     # Entries are looked up one block ahead; `_pages.attend` explains why.
     next_entries = entries_of(keys_of_list.ptr, keys_of_list.begin, keys_of_list.begin < keys_of_list.end, first, last,
@@ -300,6 +304,7 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
             logits = logits_apart(present, queries, keys, rest, scales, factors, FORMAT.FOLDED, OPERANDS)
         if OPERANDS.DIVIDED and not FORMAT.FOLDED:
             logits = logits * queries.unit[:, None]
+        products = logits
         if LOOP.HAS_SOFT_CAP:
             logits = soft_capped(logits, factors.cap) * factors.outer
         seen = readable[None, :]
@@ -310,13 +315,18 @@ def attend(queries, state, cache, keys_of_list, seen_by_row, factors, FORMAT: tl
         if LOOP.RANGES_DIFFER:
             seen = seen & in_ranges(seen_by_row.row_ranges[:, None], position[None, :], seen_by_row.kv_len, LOOP)
         logits = tl.where(seen, logits, float("-inf"))
+        if LOOP.KEEPS_LARGEST:
+            uncapped = larger(uncapped, tl.where(seen, products * factors.outer, float("-inf")))
         weights, alpha, m_i, sums = softmax_step(logits, m_i, sums)
         if OPERANDS.REST_IS_VALUE:
             acc_rest = matmul(narrow(weights, rest.dtype), rest, acc_rest * alpha[:, None])
         if FORMAT.RESCALED:
             weights, alpha, largest = rescale(weights, logits, m_i, largest, scales)
         acc = add_values(weights, scales, keys, acc, alpha, FORMAT.FOLDED)
-    return m_i, largest, sums, acc, acc_rest
+    state = (m_i, largest, sums, acc, acc_rest)
+    if LOOP.KEEPS_LARGEST:
+        state += (uncapped,)
+    return state
 
 
 @triton.jit
@@ -325,7 +335,10 @@ def first_state(BLOCK_H: tl.constexpr, LOOP: tl.constexpr):
     m_i = tl.full([BLOCK_H], float("-inf"), tl.float32)
     acc = (tl.zeros([BLOCK_H, LOOP.OPERANDS.WIDTH], tl.float32),) * LOOP.OPERANDS.GROUPS
     acc_rest = tl.zeros([BLOCK_H, LOOP.OPERANDS.REST_PAD], tl.float32)
-    return m_i, m_i, no_sums(m_i, LOOP.BLOCK_KV, LOOP.SUMS_BY_COLUMN), acc, acc_rest
+    state = (m_i, m_i, no_sums(m_i, LOOP.BLOCK_KV, LOOP.SUMS_BY_COLUMN), acc, acc_rest)
+    if LOOP.KEEPS_LARGEST:
+        state += (m_i,)
+    return state
 
 
 @triton.jit

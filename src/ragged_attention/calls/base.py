@@ -86,6 +86,8 @@ class Call(abc.ABC):
     REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
     WRITTEN: ClassVar[tuple[str, ...]]  # the arguments that the operation writes, the cache first
     NUM_RESULTS: ClassVar[int | None] = 1  # without a written cache; None if it depends on the arguments
+    MOST_RESULTS: ClassVar[int] = 1  # without a written cache, if NUM_RESULTS is None
+    LSE: ClassVar[int] = 1  # the index of the result lse, which has a gradient if the operation has one
     WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
@@ -303,6 +305,7 @@ class GroupedCall(Call):
     block_size: int | None = None
     relative_bias: Any
     out_dtype: str | None = None
+    return_max_logits: bool = False
 
     def _expect_one_mask(self) -> None:
         """Check that nothing but `key_ranges`, if a call has them, says which keys a query sees."""
@@ -373,6 +376,10 @@ class GroupedCall(Call):
     @property
     def lse_dtype(self) -> str:
         return wide_dtype(self.q)
+
+    def max_logits_if_requested(self) -> dict[str, Result]:
+        """The result `max_logits` by its name, or nothing."""
+        return {"max_logits": Result((self.num_q_heads,), self.lse_dtype)} if self.return_max_logits else {}
 
 
 def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:

@@ -130,6 +130,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 3
+    LSE: ClassVar[int] = 2
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "kv", "sinks")
 
     q: Any = field(Q_PACKED)
@@ -375,6 +376,7 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
     kv_scale: Any = field(Scale(), default=None)
     rope_scale: Any = field(Scale(), default=None)
     return_lse: bool = field(Flag(), default=False)
+    return_max_logits: bool = field(Flag(), default=False)
     new_kv: Any = field(ArrayKind("T K D", like_q), default=None)
     key_ranges: Any = field(KeyRanges(), default=None)
     cache_format: str | None = field(Text(), default=None)

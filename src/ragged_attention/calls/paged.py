@@ -294,6 +294,7 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = None
+    MOST_RESULTS: ClassVar[int] = 3
 
     kv_lens: Any
     cu_q_lens: Any
@@ -309,9 +310,18 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
         cache = prepared[cls.CACHE]
         return with_wide_queries(prepared, cache[0] if isinstance(cache, tuple) and cache else cache, arrays)
 
+    def named_results(self) -> dict[str, Result]:
+        """The requested results by name, in their order."""
+        lse = {"lse": Result(self.q.shape[:2], "float32")} if self.return_lse else {}
+        return {"out": Result(self.out_shape, self.result_dtype), **lse, **self.max_logits_if_requested()}
+
     def results(self) -> tuple[Result, ...]:
-        out, lse = Result(self.out_shape, self.result_dtype), Result(self.q.shape[:2], "float32")
-        return (out, lse) if self.return_lse else (out,)
+        return tuple(self.named_results().values())
+
+    def requested(self, **arrays: Any) -> Any:
+        """Those of a backend's results that are requested, in their order; one alone is no tuple."""
+        results = [arrays[name] for name in self.named_results()]
+        return tuple(results) if len(results) > 1 else results[0]
 
     @property
     def num_tokens(self) -> int:
@@ -539,6 +549,7 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
     k_scale_pages: Any = field(ScalePages(), default=None)
     v_scale_pages: Any = field(ScalePages(), default=None)
     return_lse: bool = field(Flag(), default=False)
+    return_max_logits: bool = field(Flag(), default=False)
     new_kv: Any = field(Pair(("new_k", "new_v"), expect_new_kv), default=None)
     draft_mask: Any = field(ArrayKind("T W", ("bool",)), default=None)
     key_ranges: Any = field(KeyRanges(), default=None)

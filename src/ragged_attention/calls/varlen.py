@@ -115,7 +115,7 @@ class VarlenAttention(VarlenCall):
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
-    NUM_RESULTS: ClassVar[int | None] = 2
+    NUM_RESULTS: ClassVar[int | None] = 3
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "k", "v", "sinks", "relative_bias")
     OFTEN_CONSTANT: ClassVar[tuple[str, ...]] = ("relative_bias",)
 
@@ -136,10 +136,16 @@ class VarlenAttention(VarlenCall):
     key_ranges: Any = field(RANGES, default=None)
     selected: Any = field(SELECTED, default=None)
     block_size: int | None = field(BlockSize(), default=None)
+    return_max_logits: bool = field(Flag(), default=False)
     deterministic: bool = field(Flag(), default=False)
 
+    def named_results(self) -> dict[str, Result]:
+        """The results by name, in their order."""
+        out, lse = Result(self.out_shape, self.q.dtype), Result(self.out_shape[:2], self.lse_dtype)
+        return {"out": out, "lse": lse, **self.max_logits_if_requested()}
+
     def results(self) -> tuple[Result, ...]:
-        return Result(self.out_shape, self.q.dtype), Result(self.out_shape[:2], self.lse_dtype)
+        return tuple(self.named_results().values())
 
     def as_ragged(self) -> "RaggedPacked":
         """This call as a call of ragged paged attention, each of whose pages has one key.

@@ -135,7 +135,7 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
     ) -> tuple[Any, ...]:  # fmt: skip
         prepared = self.prepare(record, arguments)
         results = self.run_prepared(record, prepared, backend, options, out)
-        count = 2 if prepared["return_lse"] else 1
+        count = 1 + prepared["return_lse"] + prepared["return_max_logits"]
         given, prepared = record.arguments_of_write(arguments), record.arguments_of_write(prepared)
         return *results[:count], *_new_caches(record.WRITE, given, prepared, results[count:])
 
@@ -222,7 +222,7 @@ def _run(
         results = compute(arrays)
         # Static, as what is saved can only be in its structure.
         differentiated = {record.name_of(index): () for index, primal in given.items() if primal.perturbed}
-        return results, (arrays, results[0], results[-1], differentiated)
+        return results, (arrays, results[0], results[record.LSE], differentiated)
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
         if gradient is None:
@@ -231,7 +231,9 @@ def _run(
         known = join(record, arrays, statics)
         record.expect_gradient(known)
         # The cotangent of an unused result is a SymbolicZero.
-        d_out, d_lse = (None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[-1]))
+        d_out, d_lse = (
+            None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[record.LSE])
+        )
         known |= {"out": out, "lse": lse, "d_lse": d_lse, "d_out": jnp.zeros_like(out) if d_out is None else d_out}
         known |= record.requests_of_gradients(differentiated)
         backward = CALLS[f"{record.OPERATION}_backward"]

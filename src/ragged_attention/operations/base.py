@@ -12,6 +12,16 @@ Memory = TypeVar("Memory")  # the type of `out`: torch.Tensor in torch; Never in
 Pages = Array | tuple[Array, Array]
 
 
+def requested(results: Sequence[Any], return_lse: bool, return_max_logits: bool) -> Any:
+    """Out, or the tuple of out and of the results after it that are requested, of an attention's out, lse, max_logits.
+
+    An attention that computes lse in every call returns it whether or not it is requested.
+    """
+    out, lse, max_logits = results
+    others = (*([lse] if return_lse else []), *([max_logits] if return_max_logits else []))
+    return (out, *others) if others else out
+
+
 class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
     """Keyword arguments that all attentions with overloads share, and that do not change the number of results."""
 

@@ -43,27 +43,43 @@ class Paged(FrontEnd[Array, Memory]):
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: None = None,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False,
+        return_max_logits: Literal[False] = False, new_kv: None = None,
         **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> Array: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: None = None,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True],
+        return_max_logits: Literal[False] = False, new_kv: None = None,
         **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> tuple[Array, Array]: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: tuple[Array, Array],
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False,
+        return_max_logits: Literal[False] = False, new_kv: tuple[Array, Array],
         **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> tuple[Array, Pages[Array]]: ...  # fmt: skip
     @overload
     def ragged_paged_attention(
         self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: tuple[Array, Array],
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True],
+        return_max_logits: Literal[False] = False, new_kv: tuple[Array, Array],
         **keywords: Unpack[PagedKeywords[Array, Memory]],
     ) -> tuple[Array, Array, Pages[Array]]: ...  # fmt: skip
+    @overload
+    def ragged_paged_attention(
+        self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: bool = False, return_max_logits: Literal[True],
+        new_kv: None = None, **keywords: Unpack[PagedKeywords[Array, Memory]],
+    ) -> tuple[Array, ...]: ...  # fmt: skip
+    @overload
+    def ragged_paged_attention(
+        self, q: Array, kv_pages: Pages[Array], kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: bool = False, return_max_logits: Literal[True],
+        new_kv: tuple[Array, Array], **keywords: Unpack[PagedKeywords[Array, Memory]],
+    ) -> tuple[Pages[Array], ...]: ...  # fmt: skip
     def ragged_paged_attention(
         self,
         q: Array,
@@ -87,6 +103,7 @@ class Paged(FrontEnd[Array, Memory]):
         k_scale_pages: Array | None = None,
         v_scale_pages: Array | None = None,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         new_kv: tuple[Array, Array] | None = None,
         draft_mask: Array | None = None,
         key_ranges: Array | None = None,
@@ -160,6 +177,8 @@ class Paged(FrontEnd[Array, Memory]):
                 infinite scale makes the results of queries that see it infinite or NaN, or takes the weight from its
                 key. Backends differ there, and other queries are not affected.
             return_lse: also return the log-sum-exp.
+            return_max_logits: also return the largest logit of each query head in the whole call, by which QK-clip of
+                MuonClip (Kimi K2, 2025) rescales the weights that project queries and keys.
             new_kv: this step's keys and values, a pair of [T, K, D] and [T, K, D_v] of q's dtype, or of the pages'
                 8-bit dtype, one row per query. They are written into the pages before attention, as `write_kv_pages`
                 does by `page_indices`, `kv_lens` and `cu_q_lens`. A backend may do both at once.
@@ -193,11 +212,17 @@ class Paged(FrontEnd[Array, Memory]):
 
         Returns:
             out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
-            sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the
-            last result is the pages: in torch the given ones, written in place, in jax new ones, as `write_kv_pages`
-            returns them; with scale pages, `k_scale_pages` and `v_scale_pages` follow. No index value makes a kernel
-            read outside the arrays: lengths are clamped to the arrays' sizes, and a page index outside [0, P) makes its
-            positions invisible. Softmax and sums are in float32.
+            sinks not counted; with `return_max_logits` then max_logits [H] float32. A query that sees no key, and a
+            padding row, gets out 0 and lse -inf. With `new_kv` the last result is the pages: in torch the given ones,
+            written in place, in jax new ones, as `write_kv_pages` returns them; with scale pages, `k_scale_pages` and
+            `v_scale_pages` follow. No index value makes a kernel read outside the arrays: lengths are clamped to the
+            arrays' sizes, and a page index outside [0, P) makes its positions invisible. Softmax and sums are in
+            float32.
+
+            max_logits has, for each query head, the largest `sm_scale * q . k` over all queries of the call and the
+            keys that they see, with `q_scale` and the scales of the keys applied, before `soft_cap` and biases, and
+            without sinks. It is -inf if no query sees a key, and NaN if the logit of a visible key is NaN. If another
+            logit of that query is infinite, it may be infinite instead.
 
         Raises:
             InvalidInput: (a ValueError) shapes, dtypes or options that contradict the above; values of the index arrays
@@ -213,13 +238,14 @@ class Paged(FrontEnd[Array, Memory]):
             max_q_len=max_q_len, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap,
             sinks=sinks, alibi_slopes=alibi_slopes, relative_bias=relative_bias, q_scale=q_scale, k_scale=k_scale,
             v_scale=v_scale, k_scale_pages=k_scale_pages, v_scale_pages=v_scale_pages, return_lse=return_lse,
-            new_kv=new_kv, draft_mask=draft_mask, key_ranges=key_ranges, selected=selected, block_size=block_size,
-            out_dtype=out_dtype,
+            return_max_logits=return_max_logits, new_kv=new_kv, draft_mask=draft_mask, key_ranges=key_ranges,
+            selected=selected, block_size=block_size, out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedPagedAttention, arguments, backend, options, out)
         results = self.run(RaggedPagedAttention, arguments, backend, options, out)
-        return (results[0], results[1]) if return_lse else results[0]
+        results = results[: 1 + return_lse + return_max_logits]  # with `out`, torch returns empty others
+        return tuple(results) if len(results) > 1 else results[0]
 
     @overload
     def write_kv_pages(

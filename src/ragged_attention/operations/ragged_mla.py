@@ -26,21 +26,30 @@ class RaggedLatent(FrontEnd[Array, Memory]):
     @overload
     def ragged_mla_attention(
         self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: None = None,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False,
+        return_max_logits: Literal[False] = False, new_kv: None = None,
         **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
     ) -> Array: ...  # fmt: skip
     @overload
     def ragged_mla_attention(
         self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[True], new_kv: Array | None = None,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[True],
+        return_max_logits: Literal[False] = False, new_kv: Array | None = None,
         **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
     ) -> tuple[Array, ...]: ...  # fmt: skip
     @overload
     def ragged_mla_attention(
         self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
-        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False, new_kv: Array,
+        num_seqs: int | Array | None = None, *, return_lse: Literal[False] = False,
+        return_max_logits: Literal[False] = False, new_kv: Array,
         **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
     ) -> tuple[Array, Array]: ...  # fmt: skip
+    @overload
+    def ragged_mla_attention(
+        self, q: Array, kv_cache: Array, kv_lens: Array, page_indices: Array, cu_q_lens: Array,
+        num_seqs: int | Array | None = None, *, return_lse: bool = False, return_max_logits: Literal[True],
+        new_kv: Array | None = None, **keywords: Unpack[RaggedMlaKeywords[Array, Memory]],
+    ) -> tuple[Array, ...]: ...  # fmt: skip
     def ragged_mla_attention(
         self,
         q: Array,
@@ -61,6 +70,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         kv_scale: float | Array | None = None,
         rope_scale: float | Array | None = None,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         new_kv: Array | None = None,
         key_ranges: Array | None = None,
         cache_format: str | None = None,
@@ -87,7 +97,8 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             num_seqs, max_q_len: as in `ragged_paged_attention`.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.
             sm_scale: factor on q . k; default `d_qk ** -0.5`.
-            causal, sliding_window, soft_cap, sinks, q_scale, return_lse: as in `ragged_paged_attention`.
+            causal, sliding_window, soft_cap, sinks, q_scale, return_lse, return_max_logits: as in
+                `ragged_paged_attention`.
             kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
                 [1]; `new_kv` is written with it as by `write_mla_cache`.
             rope_scale: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the same
@@ -100,11 +111,12 @@ class RaggedLatent(FrontEnd[Array, Memory]):
 
         Returns:
             out [T, H, d_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
-            sinks not counted. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the
-            last result is the cache: in torch the given one, written in place, in jax a new one, as `write_mla_cache`
-            returns it. No index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes,
-            and a page index outside [0, P) makes its positions invisible. Keys and values that no query sees may be
-            NaN. Softmax and sums are in float32, quantised rows as in `sparse_mla_prefill`.
+            sinks not counted; with `return_max_logits` then max_logits [H] float32, as `ragged_paged_attention` returns
+            it. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the last result is
+            the cache: in torch the given one, written in place, in jax a new one, as `write_mla_cache` returns it. No
+            index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes, and a page
+            index outside [0, P) makes its positions invisible. Keys and values that no query sees may be NaN. Softmax
+            and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -117,10 +129,11 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             q=q, kv_cache=kv_cache, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
             max_q_len=max_q_len, d_v=d_v, sm_scale=sm_scale, causal=causal, sliding_window=sliding_window,
             soft_cap=soft_cap, sinks=sinks, q_scale=q_scale, kv_scale=kv_scale, rope_scale=rope_scale,
-            return_lse=return_lse, new_kv=new_kv, key_ranges=key_ranges, cache_format=cache_format,
-            cache_layout=cache_layout, out_dtype=out_dtype,
+            return_lse=return_lse, return_max_logits=return_max_logits, new_kv=new_kv, key_ranges=key_ranges,
+            cache_format=cache_format, cache_layout=cache_layout, out_dtype=out_dtype,
         )  # fmt: skip
         if new_kv is not None:
             return self.run_with_write(RaggedMlaAttention, arguments, backend, options, out)
         results = self.run(RaggedMlaAttention, arguments, backend, options, out)
-        return (results[0], results[1]) if return_lse else results[0]
+        results = results[: 1 + return_lse + return_max_logits]  # with `out`, torch returns empty others
+        return tuple(results) if len(results) > 1 else results[0]

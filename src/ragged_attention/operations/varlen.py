@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 from ragged_attention.calls import VarlenAttention, VarlenAttentionBackward, expect_bool
-from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd, Memory
+from ragged_attention.operations.base import Array, AttentionKeywords, FrontEnd, Memory, requested
 
 
 class VarlenKeywords(AttentionKeywords[Array, Memory], total=False):
@@ -25,13 +25,18 @@ class Varlen(FrontEnd[Array, Memory]):
     @overload
     def varlen_attention(
         self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: Literal[False] = False,
-        **keywords: Unpack[VarlenKeywords[Array, Memory]],
+        return_max_logits: Literal[False] = False, **keywords: Unpack[VarlenKeywords[Array, Memory]],
     ) -> Array: ...  # fmt: skip
     @overload
     def varlen_attention(
         self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: Literal[True],
-        **keywords: Unpack[VarlenKeywords[Array, Memory]],
+        return_max_logits: Literal[False] = False, **keywords: Unpack[VarlenKeywords[Array, Memory]],
     ) -> tuple[Array, Array]: ...  # fmt: skip
+    @overload
+    def varlen_attention(
+        self, q: Array, k: Array, v: Array, cu_q_lens: Array, cu_kv_lens: Array, *, return_lse: bool = False,
+        return_max_logits: Literal[True], **keywords: Unpack[VarlenKeywords[Array, Memory]],
+    ) -> tuple[Array, ...]: ...  # fmt: skip
     def varlen_attention(
         self,
         q: Array,
@@ -53,11 +58,12 @@ class Varlen(FrontEnd[Array, Memory]):
         selected: Array | None = None,
         block_size: int | None = None,
         return_lse: bool = False,
+        return_max_logits: bool = False,
         deterministic: bool = False,
         out: Memory | None = None,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
-    ) -> Array | tuple[Array, Array]:
+    ) -> Array | tuple[Array, ...]:
         """Attention of packed sequences to packed sequences, without a cache: training, and prefill of whole prompts.
 
         Shapes in letters: S sequences, T_q query tokens and T_k keys in total, H query heads, K KV heads (K divides H),
@@ -94,6 +100,7 @@ class Varlen(FrontEnd[Array, Memory]):
                 sequence. Lists have no gradient.
             block_size: the keys in a block, a power of two from 1 to 256; given with `selected` only.
             return_lse: also return the log-sum-exp.
+            return_max_logits: also return the largest logit of each query head, as `ragged_paged_attention` does.
             deterministic: give the gradients the same bits in every run, as `triton`, `eager` and `reference` always
                 do.
             out: as in `ragged_paged_attention`; the call then has no gradient.
@@ -104,9 +111,11 @@ class Varlen(FrontEnd[Array, Memory]):
 
         Returns:
             out [T_q, H, D_v] of q's dtype; with `return_lse` also lse [T_q, H] float32 (float64 for float64 queries),
-            the natural log-sum-exp of the visible logits, sinks not counted. A query that sees no key, and a padding
-            row, gets out 0 and lse -inf. Softmax and sums are in float32. No value of the prefix sums makes a kernel
-            read outside the arrays. Keys and values that no query sees may be NaN.
+            the natural log-sum-exp of the visible logits, sinks not counted; with `return_max_logits`, last, max_logits
+            [H] float32 (float64 for float64 queries), as `ragged_paged_attention` returns it, without a gradient. A
+            query that sees no key, and a padding row, gets out 0 and lse -inf. Softmax and sums are in float32. No
+            value of the prefix sums makes a kernel read outside the arrays. Keys and values that no query sees may be
+            NaN.
 
             Differentiable with respect to q, k, v, sinks and relative_bias, through out and through lse, by reverse
             mode, once. Keys and values that no query sees get a gradient of 0, as do queries that see no key, and
@@ -122,11 +131,11 @@ class Varlen(FrontEnd[Array, Memory]):
             q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
             sm_scale=sm_scale, causal=causal, sliding_window=sliding_window, soft_cap=soft_cap, sinks=sinks,
             alibi_slopes=alibi_slopes, relative_bias=relative_bias, key_ranges=key_ranges, selected=selected,
-            block_size=block_size, deterministic=deterministic,
+            block_size=block_size, return_max_logits=return_max_logits, deterministic=deterministic,
         )  # fmt: skip
         expect_bool("return_lse", return_lse)
-        attended, lse = self.run(VarlenAttention, arguments, backend, options, out)
-        return (attended, lse) if return_lse else attended
+        results = self.run(VarlenAttention, arguments, backend, options, out)
+        return requested(results, return_lse, return_max_logits)
 
     def varlen_attention_backward(
         self,

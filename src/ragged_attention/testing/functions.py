@@ -136,9 +136,10 @@ class Command:
         if (written := written_by(self.operation)) is not None:
             others = RESULTS[self.operation] if CALLS[self.operation].NUM_RESULTS else ()
             names = (*others, written, f"{written}.0", f"{written}.1")
+        names = dict.fromkeys((*names, "max_logits"))
         results = tuple(_decoded(found, name) for name in names if name in found)
         if not results:
-            raise AssertionError(f"expected {names[0]} in the output, got {', '.join(found) or 'nothing'}")
+            raise AssertionError(f"expected {next(iter(names))} in the output, got {', '.join(found) or 'nothing'}")
         return results if len(results) > 1 else next(iter(results))
 
 
@@ -363,6 +364,9 @@ class FunctionRunner(Runner):
             return result
         several = extra.get("return_lse") or operation in ("mla_decode", "sparse_mla_prefill")
         names = RESULTS[operation] if several else ("out",)
+        if extra.get("return_max_logits"):
+            names = (*names, "max_logits")
+            self._expect_results(result, names)
         results = tuple(result) if isinstance(result, tuple | list) else (result,)
         if "new_kv" not in extra:  # where the cache is returned as well
             results = results[: len(names)]

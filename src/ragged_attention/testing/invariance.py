@@ -105,6 +105,23 @@ def serves_what_is_trained(runner: Runner, spec: VarlenSpec) -> None:
                     identical(np.signbit(one), np.signbit(want), f"signs of result {index} of {name}")
 
 
+def asking_changes_no_bit(runner: Runner, spec: VarlenSpec) -> None:
+    """The largest logits change no other result, and those of all queries are the largest of those of chunks."""
+    batch, rng = dataclasses.replace(spec, d=64, d_v=64, limits=None).build(), np.random.default_rng(spec.seed)
+    for operation in ("varlen_attention", "ragged_paged_attention"):
+        runner.expect_promise(operation)
+    with use_backend(batch_invariant=True):
+        plain = runner.run("varlen_attention", batch, return_lse=True)
+        *whole, largest = runner.run("varlen_attention", batch, return_lse=True, return_max_logits=True)
+        for one, want in zip(whole, plain, strict=True):
+            identical(one, want, "a result beside the largest logits")
+        found = np.full_like(largest, -np.inf)
+        for piece in chunks.chunks_of(batch, rng):
+            call = chunks.paged(batch, [piece], rng)
+            found = np.maximum(found, runner.run("ragged_paged_attention", call, return_max_logits=True)[-1])
+        identical(found, largest, "the largest logits of chunks")
+
+
 def may_come_in_chunks(runner: Runner, spec: Spec) -> None:
     """The results of a prompt are those of its parts, whatever stores the keys."""
     runner.expect_promise("ragged_paged_attention")
@@ -209,6 +226,10 @@ def laws() -> Iterator[Check]:
     for name, spec in SERVED_SPECS.items():
         run = on_corner(serves_what_is_trained, lambda spec=spec: spec)
         yield Check("law", f"batch invariant, packed or in pages, {name}", run)
+    for cap in (None, 5.0):
+        spec = dataclasses.replace(SERVED, lens=((90, 130), (1, 5)), soft_cap=cap, dtype="bfloat16")
+        run = on_corner(asking_changes_no_bit, lambda spec=spec: spec)
+        yield Check("law", f"batch invariant, with the largest logits, soft_cap={cap}", run)
     chunked = on_drawn(may_come_in_chunks, specs(clean=True), 0.4)
     yield Check("law", "batch invariant, prompts in chunks on drawn batches", chunked)
     drawn = on_drawn(serves_what_is_trained, varlen_specs(clean=True), 0.4)

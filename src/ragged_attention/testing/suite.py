@@ -7,7 +7,7 @@ has shown nothing, which is a `Declined` check.
 
 from collections.abc import Iterator
 
-from ragged_attention.testing import alike, empties, formats, invariance, large_logits
+from ragged_attention.testing import alike, empties, formats, invariance, large_logits, max_logits
 from ragged_attention.testing.blocks import suite as blocks_suite
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
@@ -62,6 +62,7 @@ def corners() -> Iterator[Check]:
     yield from blocks_suite.corners()
     yield from empties.corners()
     yield from alike.corners()
+    yield from max_logits.corners("ragged_paged_attention")
 
 
 def agreement() -> Iterator[Check]:
@@ -83,9 +84,11 @@ def agreement() -> Iterator[Check]:
     yield from indexer_suite.agreement()
     yield from blocks_suite.agreement()
     yield from large_logits.agreement()
+    yield from max_logits.agreement("ragged_paged_attention")
 
 
 def laws() -> Iterator[Check]:
+    """What holds without asking the definitions."""
     for name, law in LAWS.items():
         quantized = formats.QUANTIZED if law is quantised_is_dequantised else None
         yield Check("law", name, on_drawn(law, specs(clean=True, cache_dtypes=quantized), 0.5))
@@ -98,6 +101,7 @@ def laws() -> Iterator[Check]:
     yield from indexer_suite.laws()
     yield from blocks_suite.laws()
     yield from invariance.laws()
+    yield from max_logits.laws("ragged_paged_attention")
 
 
 def memory() -> Iterator[Check]:

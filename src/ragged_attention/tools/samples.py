@@ -124,6 +124,7 @@ class Sample(AnySample):
     relative_bias: bool = False
     scale: float | None = None  # the scale of a quantised cache, for both K and V
     return_lse: bool = False
+    return_max_logits: bool = False
     draft: int | None = None  # number of a draft mask's columns
     key_ranges: int | None = None  # ranges of keys of each query
     selected: int | None = None  # blocks of keys in the list of each query and KV head
@@ -229,6 +230,7 @@ class LatentSample(AnySample):
     rotary: int = 64  # rotary columns of a table
     rope_scale: float | None = None  # the scale of the rotary columns of a plain cache
     key_ranges: int | None = None  # ranges of keys of each query
+    return_max_logits: bool = False
 
     @property
     def width(self) -> int:
@@ -315,6 +317,7 @@ class VarlenSample(AnySample):
     selected: int | None = None  # blocks of keys in the list of each query and KV head
     block_size: int | None = None
     d_lse: bool = False  # whether the gradient of lse is given
+    return_max_logits: bool = False
 
     @property
     def num_kv_tokens(self) -> int:

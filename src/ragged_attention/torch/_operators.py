@@ -112,7 +112,8 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
                 prepared = {name: _without_overlap(value, targets) for name, value in prepared.items()} | written
         self.run_prepared(record.WRITE, record.arguments_of_write(prepared), backend, None)
         results = self.run_prepared(record, prepared | {"new_kv": None}, backend, options, out)
-        count = 2 if arguments["return_lse"] else 1  # with `out`, an lse that is not requested is an empty tensor
+        # With `out`, results that are not requested are empty tensors.
+        count = 1 + arguments["return_lse"] + arguments["return_max_logits"]
         return *results[:count], *record.WRITE.caches_of(record.arguments_of_write(arguments))
 
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
@@ -229,7 +230,7 @@ def _implementation(record: type[Call]) -> Callable[..., Any]:
 
 def _num_others(record: type[Call]) -> int:
     """The number of results that an operator with `out` returns: all except the first."""
-    return 1 if record.NUM_RESULTS is None else record.NUM_RESULTS - 1
+    return (record.MOST_RESULTS if record.NUM_RESULTS is None else record.NUM_RESULTS) - 1
 
 
 def _as_declared(results: Sequence[torch.Tensor | None], count: int | None, like: torch.Tensor) -> Any:
@@ -266,8 +267,8 @@ def _fake(record: type[Call]) -> Callable[..., Any]:
 def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., None]]:
     """The backward function and the function that saves tensors for it, for `torch.library.register_autograd`.
 
-    The gradient is the operation `<operation>_backward`, which takes the forward arguments by name. Only the first
-    result, out, and the last one, lse, have gradients. The requests in force during the forward select its backend.
+    The gradient is the operation `<operation>_backward`, which takes the forward arguments by name. Only out, the first
+    result, and lse have gradients. The requests in force during the forward select its backend.
     """
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
@@ -276,9 +277,9 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
             if needed and (reason := record.no_gradient_of(index)) is not None:
                 raise RuntimeError(reason)
         ctx.set_materialize_grads(False)  # the gradient of an unused lse is None, not zeros
-        ctx.mark_non_differentiable(*output[1:-1])
+        ctx.mark_non_differentiable(*[each for index, each in enumerate(output) if index not in (0, record.LSE)])
         ctx.indices = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-        ctx.save_for_backward(*(inputs[index] for index in ctx.indices), output[0], output[-1])
+        ctx.save_for_backward(*(inputs[index] for index in ctx.indices), output[0], output[record.LSE])
         ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
         ctx.request = _request(gradient.OPERATION, inputs[-2])
 
@@ -290,7 +291,7 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
         arguments = record.unflatten(inputs[:-2])
         record.expect_gradient(arguments)
         d_out = torch.zeros_like(out) if d_out is None else d_out
-        arguments |= {"out": out, "lse": lse, "d_out": d_out, "d_lse": others[-1]}
+        arguments |= {"out": out, "lse": lse, "d_out": d_out, "d_lse": others[record.LSE - 1]}
         differentiated = [name for name in record.DIFFERENTIABLE if ctx.needs_input_grad[record.RANGES[name][0]]]
         arguments |= record.requests_of_gradients(differentiated)
         results = getattr(torch.ops.ragged_attention, gradient.OPERATION)(*gradient.flatten(arguments), *ctx.request)

@@ -172,11 +172,19 @@ def numbers_of_bias(call: Any) -> dict[str, int]:
     return {"bias_width": width, "bias_stride": stride, "bias_at_own": call.bias_at_own}
 
 
+def results_of(call: Any) -> dict[str, tuple[Any, Any]]:
+    """The shapes and dtypes of an attention's results by the kernels' names, which call [T, H] `max_logits`."""
+    return {
+        "head_max_logits" if name == "max_logits" else name: (result.shape, result.dtype)
+        for name, result in call.named_results().items()
+    }
+
+
 def run(
     call: RaggedPagedAttention, tile: Tile, launch: Any, *, layout: int = _sequences.PACKED,
     scales: tuple[Any, Any] | None = None, axes: str = "page slot head",
 ) -> dict[str, Any]:  # fmt: skip
-    """Launch the kernel; returns out and lse by name.
+    """Launch the kernel; returns the results by name.
 
     `axes` names the leading axes of the pages. `scales` are the scales of K and of V, one per slot and head, in arrays
     with the same axes; without them, these are the call's scale pages.
@@ -196,4 +204,5 @@ def run(
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
         **numbers_of_bias(call), **numbers_of_lists(call), **numbers_of_sides(forms, scales, launch),
     }  # fmt: skip
-    return KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, axes))
+    axes_of_pages = dict.fromkeys(pages, axes)
+    return KERNEL.launch(launch, call, tile, pages, numbers, axes=axes_of_pages, results=results_of(call))

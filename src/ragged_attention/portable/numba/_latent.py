@@ -22,6 +22,7 @@ from ragged_attention.portable.numba._latent_rows import (
     read_latents,
     rows_fields,
 )
+from ragged_attention.portable.numba._max_logits import cap_of_products, clear_largest, keep_largest
 from ragged_attention.portable.numba._records import Fields, record_in, stride_names
 from ragged_attention.portable.numba._sequences import clearer_of_gaps, num_sequences, packed_queries_of, within
 from ragged_attention.portable.numba._softmax import LN2, LOG2E
@@ -42,10 +43,11 @@ from ragged_attention.portable.numba._vectors import (
 FIELDS = Fields(
     operands=("q", "kv", "extra_kv", "lists", "extra_lists", "lens", "extra_lens", "cu_q_lens", "num_seqs", "sinks",
               "kv_scale", "rope_scale", "key_ranges"),
-    results=("out", "lse", "max_logits"),
+    results=("out", "lse", "max_logits", "head_max_logits"),
     numbers=(
         "max_num_seqs", "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "sparse", "causal",
-        "sliding_window", "num_ranges", "scales_rope", "scale", "soft_cap", "out_format", "out_seq_stride",
+        "sliding_window", "num_ranges", "return_max_logits", "scales_rope", "scale", "soft_cap", "out_format",
+        "out_seq_stride",
         *stride_names("lse", "seq token head"), *rows_fields("kv_"), *rows_fields("extra_"), "length", "extra_length",
         "block_rows", "block_kv", "num_splits", "segment_kv",
     ),
@@ -55,7 +57,7 @@ FIELDS = Fields(
     formats=("q",),
     scales=("kv_scale", "rope_scale"),
     floats=("scale", "soft_cap", "work"),
-    branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps),
+    branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps, keep_largest),
 )  # fmt: skip
 NO_KEY = -1  # an empty entry of the table of a list's keys
 SCATTER = 0x9E3779B1  # the golden ratio in 32 bits: multiples of it scatter evenly
@@ -132,6 +134,7 @@ def plan(address):
     call = call_of(address)
     if call.cu_q_lens:
         clear_gaps(call)
+    clear_largest(call)
     return plan_units(call, 1)
 
 
@@ -360,9 +363,13 @@ def attend(call, tile, unit, head, rows):
         next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
         tile.ahead = min(tile.keys, stop - after)
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, 0, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, 0, cap_of_products(call))
         if call.num_ranges > 1:
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
+        if call.return_max_logits:
+            keep_largest(call, tile, head, unit.first, rows, group, first, count, holes)
+            if call.num_ranges > 1:  # a soft cap has changed hidden logits
+                _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
             read_values(call, tile, count)

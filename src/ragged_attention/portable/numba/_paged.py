@@ -11,6 +11,7 @@ them to finish merges them. How the work is divided depends on the shapes, lengt
 
 from ragged_attention.portable.numba import _formats, _masks, _selected, _splits, _tiles
 from ragged_attention.portable.numba._formats import scale_of, size_of
+from ragged_attention.portable.numba._max_logits import cap_of_products, clear_largest, keep_largest
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
     keeps_order,
@@ -24,7 +25,12 @@ from ragged_attention.portable.numba._paged_keys import (
     values_of,
 )
 from ragged_attention.portable.numba._paged_lists import attend_to_blocks
-from ragged_attention.portable.numba._paged_logits import add_relative_bias, add_slopes, hide_undrafted
+from ragged_attention.portable.numba._paged_logits import (
+    add_relative_bias,
+    add_slopes,
+    hide_undrafted,
+    hide_unseen,
+)
 from ragged_attention.portable.numba._paged_scales import (
     add_wrong_values,
     expand_keys,
@@ -57,12 +63,12 @@ FIELDS = Fields(
         "alibi_slopes", "relative_bias", "k_scale", "v_scale", "k_scales", "v_scales", "draft_mask", "key_ranges",
         "selected",
     ),
-    results=("out", "lse"),
+    results=("out", "lse", "head_max_logits"),
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
         "num_ranges", "num_lists", "num_selected", "block_size", "scale", "soft_cap", "bias_width", "bias_stride",
-        "bias_at_own", "block_q", "block_kv", "segment_kv",
+        "bias_at_own", "return_max_logits", "block_q", "block_kv", "segment_kv",
         *side_fields("k_"), *side_fields("v_"),
     ),
     plan=(*_splits.SPLITS, "named_size"),
@@ -74,7 +80,7 @@ FIELDS = Fields(
     branches=(
         _selected.divide_lists, attend_to_blocks, _masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps,
         hide_undrafted, add_slopes, add_relative_bias, list_scales, expand_keys, expand_values, read_key_factors,
-        read_value_factors, add_wrong_values, _splits.merge_kept, _splits.keep,
+        read_value_factors, add_wrong_values, hide_unseen, keep_largest, _splits.merge_kept, _splits.keep,
     ),
 )  # fmt: skip
 call_of = FIELDS.at
@@ -126,6 +132,7 @@ def plan(address):
     """List the units, and write the results of queries that belong to no sequence."""
     call = call_of(address)
     clear_gaps(call)
+    clear_largest(call)
     return plan_units(call, call.num_q_heads // call.num_kv_heads)
 
 
@@ -238,7 +245,10 @@ def attend_between(call, tile, unit, head, rows, low, high):
         keys, factors, wrong = tile.sources if in_place else tile.k_rows, read_keys(call, tile, count), 0
         rests = tile.k_rests if leaves_rests(keys_of(call), tile) else 0
         next_holes, tile.ahead = list_seen(call, tile, unit, head, after, stop, whole), min(tile.keys, stop - after)
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, call.soft_cap)
+        _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, cap_of_products(call))
+        if call.return_max_logits:
+            hide_unseen(call, tile, unit, rows, first, count)
+            keep_largest(call, tile, head, 0, rows, call.num_q_heads // call.num_kv_heads, first, count, holes)
         if call.alibi_slopes:
             add_slopes(call, tile, unit, head, rows, first, count)
         if call.relative_bias:

@@ -7,6 +7,7 @@ Values and weights that tokens share are float32; a token alone has them as the 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
 from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._formats import pair, pair_values, size_of
+from ragged_attention.portable.numba._max_logits import cap_of_products, keep_largest
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
     is_scaled,
@@ -154,7 +155,9 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
         _tiles.pack_rows(tile, first, group)
     for row in range(group):
         _tiles.set_bounds(tile, row, 0, count)
-    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, 0, call.soft_cap)
+    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, 0, cap_of_products(call))
+    if call.return_max_logits:
+        keep_largest(call, tile, head, 0, group, group, 0, count, 0)
     _tiles.prefetch_rows(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
     if call.alibi_slopes or call.relative_bias:
         add_biases(call, tile, unit, head, token, count)

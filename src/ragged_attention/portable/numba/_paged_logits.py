@@ -1,6 +1,7 @@
 """What the draft mask and the biases by position do to the logits of `_paged`'s kernel: branches of it."""
 
 from ragged_attention.portable.numba._branches import branch
+from ragged_attention.portable.numba._masks import hide_gaps
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._sequences import kv_len_of, queries_of
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, add_slope
@@ -26,6 +27,16 @@ def hide_undrafted(call, tile, unit, first, count):
                     set_float(tile.s, hidden * tile.s_width + key, NOTHING)
         if not seen:
             set_int(tile.v_sources, key, 0)
+
+
+@branch("return_max_logits")
+def hide_unseen(call, tile, unit, rows, first, count):
+    """Hide the logits of keys that a unit's rows do not see within their bounds."""
+    if call.drafted:
+        hide_undrafted(call, tile, unit, first, count)
+    if call.num_ranges > 1:
+        group = call.num_q_heads // call.num_kv_heads
+        hide_gaps(call, tile, unit.first, 0, rows, group, kv_len_of(call, unit.seq), first, count)
 
 
 @branch("alibi_slopes")

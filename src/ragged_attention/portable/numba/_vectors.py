@@ -516,6 +516,20 @@ def add_to(builder: Any, address: Any, amount: Any) -> Any:
     return builder.atomic_rmw("add", builder.inttoptr(address, I64.as_pointer()), amount, "seq_cst")
 
 
+@function_of(types.none, types.int64, types.float32)
+def raise_float(builder: Any, address: Any, value: Any) -> None:
+    """Replace a float32 atomically by `value` if that is larger, or by NaN, which then stays.
+
+    As integers, numbers from 0 up ascend, and positive NaN follows them. Negative numbers descend as unsigned integers.
+    So numbers of either sign need a maximum or a minimum; the other operation changes nothing.
+    """
+    place, bits = builder.inttoptr(address, I32.as_pointer()), builder.bitcast(value, I32)
+    bits = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(I32, 0x7FC00000), bits)
+    negative = builder.icmp_signed("<", bits, ir.Constant(I32, 0))
+    builder.atomic_rmw("max", place, builder.select(negative, ir.Constant(I32, -(2**31)), bits), "seq_cst")
+    builder.atomic_rmw("umin", place, builder.select(negative, bits, ir.Constant(I32, -1)), "seq_cst")
+
+
 @function_of(types.float32, types.int64)
 def float_of(builder: Any, bits: Any) -> Any:
     """The float32 whose bits are the lower half of an int64."""

@@ -9,11 +9,11 @@ from ragged_attention.portable.numba._call import KERNEL, Tile, heuristic, invar
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
-    "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
+    "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     results = _call.run(call, tile, launch)
-    return (results["out"], results["lse"]) if call.return_lse else results["out"]
+    return call.requested(out=results["out"], lse=results["lse"], max_logits=results["head_max_logits"])

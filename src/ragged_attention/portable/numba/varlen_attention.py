@@ -12,6 +12,7 @@ from ragged_attention.portable.numba._call import (
     numbers_of_bias,
     numbers_of_lists,
     numbers_of_sides,
+    results_of,
     tile_of_lists,
     why_not,
 )
@@ -21,7 +22,7 @@ from ragged_attention.portable.numba._sequences import PACKED
 __all__ = ["FEATURES", "KERNEL", "Tile", "heuristic", "invariant_tile", "run", "why_not"]
 FEATURES = frozenset({
     "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
-    "relative_bias", "key_ranges", "selected", "block_size", "deterministic",
+    "relative_bias", "key_ranges", "selected", "block_size", "return_max_logits", "deterministic",
 })  # fmt: skip
 
 
@@ -33,7 +34,7 @@ def invariant_tile(call: VarlenAttention) -> Tile:
     return _call.invariant_tile(call.as_ragged())
 
 
-def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
+def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, ...]:
     pages = {"k_pages": launch.packed(call.k), "v_pages": launch.packed(call.v)}
     numbers = {
         "num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED, "page_size": 1,
@@ -41,5 +42,6 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, Any]:
         "num_ranges": call.num_ranges, **numbers_of_lists(call), **numbers_of_bias(call),
         **numbers_of_sides((UNSCALED_FORMATS[dtype_name(call.q)],) * 2, (None, None), launch),
     }  # fmt: skip
-    results = KERNEL.launch(launch, call, tile, pages, numbers, axes=dict.fromkeys(pages, "page head"))
-    return results["out"], results["lse"]
+    axes, results = dict.fromkeys(pages, "page head"), results_of(call)
+    made = KERNEL.launch(launch, call, tile, pages, numbers, axes=axes, results=results)
+    return tuple([made[name] for name in results])

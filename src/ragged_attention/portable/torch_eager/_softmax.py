@@ -38,11 +38,16 @@ class Softmax:
     Autograd can differentiate out and lse. It treats m_i as a constant, because neither depends on the choice of m_i.
     """
 
-    def __init__(self, q: torch.Tensor, scale: float | torch.Tensor, d_v: int, soft_cap: float | None = None) -> None:
-        """`q` is [B, R, d_qk] of any float dtype."""
+    def __init__(
+        self, q: torch.Tensor, scale: float | torch.Tensor, d_v: int, soft_cap: float | None = None, *,
+        keeps_largest: bool = False,
+    ) -> None:  # fmt: skip
+        """`q` is [B, R, d_qk] of any float dtype. `keeps_largest` keeps the largest logits without `soft_cap`."""
         self.q = q.to(wide(q)) * scale
         self.d_v, self.soft_cap = d_v, soft_cap
+        self.keeps_largest = keeps_largest
         self.m_i: torch.Tensor | None = None  # [B, R]
+        self.largest: torch.Tensor | None = None  # [B, R]
         self.l_i = self.acc = self.q  # placeholders until `add` sets l_i [B, R] and acc [B, R, d_v]
 
     def add(self, rows: torch.Tensor, hidden: torch.Tensor | None) -> None:
@@ -51,7 +56,11 @@ class Softmax:
         `hidden` is True where a query does not see a key, and broadcasts against [B, R, n]. A key that is hidden from a
         query must be finite, unless all of `rows` are hidden from that query.
         """
-        scores = soft_capped(torch.bmm(self.q, rows.transpose(1, 2)), self.soft_cap)
+        logits = torch.bmm(self.q, rows.transpose(1, 2))
+        if self.keeps_largest:
+            some = (logits if hidden is None else logits.masked_fill(hidden, -torch.inf)).detach().amax(-1)
+            self.largest = some if self.largest is None else torch.maximum(self.largest, some)
+        scores = soft_capped(logits, self.soft_cap)
         if hidden is not None:
             scores.masked_fill_(hidden, -torch.inf)
         largest = scores.detach().amax(-1)

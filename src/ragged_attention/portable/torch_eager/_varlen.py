@@ -243,3 +243,16 @@ def hide(scores: torch.Tensor, block: Any, heads: slice, group: int) -> torch.Te
     if block.left is not None:
         by_row[..., : block.left.shape[1]].masked_fill_(block.left[:, None], -torch.inf)
     return scores
+
+
+def largest_logits(
+    logits: torch.Tensor, block: Any, blind: torch.Tensor | None, heads: slice, group: int
+) -> torch.Tensor:  # fmt: skip
+    """The largest logit that is visible to each query head, [heads * group], of logits [heads, rows * group, keys].
+
+    `blind` is a mask [K or 1, rows] of rows that see no key, from which the block's other masks may hide nothing.
+    """
+    by_row = hide(logits.detach().clone(), block, heads, group).unflatten(1, (-1, group))
+    if blind is not None:
+        by_row.masked_fill_(of_heads(blind, heads)[..., None, None], -torch.inf)
+    return by_row.amax((1, 3)).flatten()

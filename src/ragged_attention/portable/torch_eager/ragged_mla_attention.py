@@ -23,14 +23,14 @@ from ragged_attention.portable.torch_eager._softmax import Softmax
 QUERY_ROWS = 1024  # (token, query head) rows in a block, per KV head
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
-    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "return_lse", "return_max_logits", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     attention = Attention(call, tile, call.q, (call.kv_scale, call.rope_scale), ranges_on_host(call))
     attention.run(sequence_bounds(call))
-    return (attention.out, attention.lse) if call.return_lse else attention.out
+    return call.requested(out=attention.out, lse=attention.lse, max_logits=attention.max_logits)
 
 
 class Attention:
@@ -57,6 +57,9 @@ class Attention:
         self.sinks = None if call.sinks is None else call.sinks.view(self.num_kv_heads, 1, self.group)
         self.out = q.new_zeros((*q.shape[:2], call.d_v), dtype=result_dtype(call))
         self.lse = torch.full(q.shape[:2], -torch.inf, dtype=torch.float32, device=q.device)
+        self.max_logits = None
+        if call.return_max_logits:
+            self.max_logits = torch.full(q.shape[1:2], -torch.inf, dtype=torch.float32, device=q.device)
 
     def run(self, bounds: list[tuple[int, int]]) -> None:
         """Compute the results of all sequences; `bounds` has the query rows [start, stop) of each."""
@@ -104,7 +107,8 @@ class Attention:
         call, count, heads = self.call, len(cover.blind), (self.num_kv_heads, self.group)
         queries = slice(first, first + count)
         q = self.q[queries].unflatten(1, heads).transpose(0, 1)
-        softmax = Softmax(q.flatten(1, 2), self.scale, call.d_v, call.soft_cap)
+        keeps_largest = self.max_logits is not None
+        softmax = Softmax(q.flatten(1, 2), self.scale, call.d_v, call.soft_cap, keeps_largest=keeps_largest)
         for low in range(0, len(slots), self.tile.block_kv):
             high, hidden = min(low + self.tile.block_kv, len(slots)), None
             if low < cover.whole[0] or high > cover.whole[1]:
@@ -113,6 +117,9 @@ class Attention:
             softmax.add(rows.at(slots[low:high]).transpose(0, 1), hidden)
         sinks = None if self.sinks is None else self.sinks.expand(-1, count, -1).flatten(1, 2)
         out, _, lse = softmax.finish(sinks)
+        if self.max_logits is not None and softmax.largest is not None:
+            largest = softmax.largest.unflatten(1, (count, self.group)).amax(1).flatten()
+            self.max_logits = torch.maximum(self.max_logits, largest)
         if self.factor is not None:
             out.mul_(self.factor)
         for whole, part in ((self.out, out), (self.lse, lse)):

@@ -22,15 +22,15 @@ from ragged_attention.portable.torch_eager._ranges import cover_of, hull, ranges
 from ragged_attention.portable.torch_eager._reader import Reader, Side
 from ragged_attention.portable.torch_eager._selected import Selected, chosen_of, lists_on_host, of_heads, visible
 from ragged_attention.portable.torch_eager._softmax import soft_capped, sum_of_seen
-from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, mask_of
+from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, largest_logits, mask_of
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
 MIN_GAP = 64  # keys that none of a block's queries sees and that are left out; for fewer, another product costs more
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
-    "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
+    "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -95,6 +95,9 @@ class Attention:
         self.lse = None
         if call.return_lse:
             self.lse = torch.full(call.q.shape[:2], -torch.inf, dtype=torch.float32, device=device)
+        self.max_logits = None
+        if call.return_max_logits:
+            self.max_logits = torch.full((call.num_q_heads,), -torch.inf, dtype=torch.float32, device=device)
 
     def _per_head(self, scale: Any) -> torch.Tensor:
         """A scale (None, a number, [] or [K]) as float32 [K, 1, 1, 1]."""
@@ -271,6 +274,10 @@ class Attention:
             scores = q.new_empty(*q.shape[:2], block.num_keys)
             for before, start, stop in chunks:
                 scores[..., before : before + stop - start] = torch.bmm(q, k.read(start, stop).transpose(1, 2))
+        if self.max_logits is not None:
+            largest = largest_logits(scores, block, block.fully_masked, heads, self.group)
+            some = self.max_logits[heads.start * self.group : heads.stop * self.group]
+            torch.maximum(some, largest, out=some)
         rows = slice(block.first, block.last)
         scores = biased(soft_capped(scores, self.call.soft_cap), self.call, block.distance, heads, rows)
         return hide(scores, block, heads, self.group)
@@ -326,4 +333,4 @@ def sides_of(call: Any) -> tuple[Side, Side]:
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
     attention = Attention(call, tile)
     attention.run()
-    return (attention.out, attention.lse) if call.return_lse else attention.out
+    return call.requested(out=attention.out, lse=attention.lse, max_logits=attention.max_logits)

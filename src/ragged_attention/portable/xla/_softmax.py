@@ -20,17 +20,28 @@ def dot(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(letters, left, right, preferred_element_type=wide(left.dtype), precision="highest")
 
 
+def larger_or_nan(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The larger of two numbers, NaN if one is: XLA's maximum on CPUs may hide NaN."""
+    return jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, jnp.maximum(a, b))
+
+
+def largest_or_nan(numbers: jax.Array, axis: int) -> jax.Array:
+    """The largest number along an axis, NaN if one is (see `larger_or_nan`)."""
+    return jnp.where(jnp.isnan(numbers).any(axis=axis), jnp.nan, numbers.max(axis=axis))
+
+
 class Softmax(NamedTuple):
     """The state of an online softmax for query rows [..., R], in the compute dtype."""
 
     m_i: jax.Array  # [..., R], the largest logit
     l_i: jax.Array  # [..., R], the sum of the weights exp(logit - m_i)
     acc: jax.Array  # [..., R, d_v], the weighted sum of the values
+    largest: jax.Array | None = None  # [..., R], the largest logit before the soft cap and biases, on request
 
     @classmethod
-    def empty(cls, *rows: int, d_v: int, dtype: Any = jnp.float32) -> "Softmax":
-        zeros = functools.partial(jnp.zeros, dtype=dtype)
-        return cls(jnp.full(rows, -jnp.inf, dtype), zeros(rows), zeros((*rows, d_v)))
+    def empty(cls, *rows: int, d_v: int, dtype: Any = jnp.float32, keeps_largest: bool = False) -> "Softmax":
+        zeros, nothing = functools.partial(jnp.zeros, dtype=dtype), jnp.full(rows, -jnp.inf, dtype)
+        return cls(nothing, zeros(rows), zeros((*rows, d_v)), nothing if keeps_largest else None)
 
     def extended(
         self, q: jax.Array, keys: jax.Array, seen: jax.Array, scale: float, soft_cap: float | None
@@ -53,7 +64,14 @@ class Softmax(NamedTuple):
         else:
             added = dot("...rn,...nd->...rd", weights, values)
         acc = alpha[..., None] * self.acc + added
-        return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc)
+        return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc, self.largest)
+
+    def with_largest(self, products: jax.Array, scale: jax.Array | float, seen: jax.Array) -> "Softmax":
+        """The state with the largest of the visible logits `scale * products` [..., R, N], if it keeps that."""
+        if self.largest is None:
+            return self
+        logits = jnp.where(seen, logits_of(products, scale, None), -jnp.inf)
+        return self._replace(largest=larger_or_nan(self.largest, largest_or_nan(logits, axis=-1)))
 
     def finished(self, sinks: jax.Array | None, v_scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Out [..., R, d_v] and lse [..., R] in the state's dtype; `sinks` and `v_scale` broadcast against [..., R]."""

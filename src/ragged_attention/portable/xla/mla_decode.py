@@ -58,4 +58,5 @@ def _dense(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """Out [S * Q, H, d_v] and lse [S * Q, H], computed as ragged attention with Q queries per sequence."""
     count = call.num_q_tokens
     edges = jnp.arange(0, (call.num_seqs + 1) * count, count, dtype=jnp.int32)
-    return attend_ragged(call, tile, count, q=call.q.reshape(-1, *call.q.shape[2:]), cu_q_lens=edges)
+    out, lse, _ = attend_ragged(call, tile, count, q=call.q.reshape(-1, *call.q.shape[2:]), cu_q_lens=edges)
+    return out, lse

@@ -19,7 +19,7 @@ from ragged_attention.portable.xla.ragged_paged_attention import attention
 
 FEATURES = frozenset({
     "num_seqs", "d_v", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "kv_scale", "rope_scale",
-    "return_lse", "key_ranges", "cache_format", "cache_layout", "out_dtype",
+    "return_lse", "return_max_logits", "key_ranges", "cache_format", "cache_layout", "out_dtype",
 })  # fmt: skip
 
 
@@ -31,17 +31,18 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
-    tables = {"cu_q_lens": call.cu_q_lens, "num_seqs": call.num_seqs, "key_ranges": call.key_ranges}
+    names = "cu_q_lens", "num_seqs", "key_ranges", "return_max_logits"
+    own = {name: getattr(call, name) for name in names}
     # With two scales, keys are multiplied by them as they are read.
     k_scale = None if call.scales_rope else call.kv_scale
-    out, lse = attend(call, tile, **tables, k_scale=k_scale, v_scale=call.kv_scale)
-    return (out, lse) if call.return_lse else out
+    out, lse, max_logits = attend(call, tile, **own, k_scale=k_scale, v_scale=call.kv_scale)
+    return call.requested(out=out, lse=lse, max_logits=max_logits)
 
 
 def attend(
     call: MlaDecode | RaggedMlaAttention, tile: Tile, num_q_tokens: int | None = None, **others: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Out [T, H, d_v] and lse [T, H] of a call over latents, computed as ragged paged attention.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Out [T, H, d_v], lse [T, H] and max_logits of a call over latents, computed as ragged paged attention.
 
     `others` has the ragged call's arguments whose names or shapes differ. `num_q_tokens` is the number of queries per
     sequence, if known.

@@ -20,14 +20,21 @@ from ragged_attention.portable.xla._pages import BITS, Blocks, KeyValueBlocks
 from ragged_attention.portable.xla._ragged import at, put, sequences, walk_tiles
 from ragged_attention.portable.xla._ranges import Ranges
 from ragged_attention.portable.xla._selected import Selected
-from ragged_attention.portable.xla._softmax import Softmax, biased, dot, logits_of
+from ragged_attention.portable.xla._softmax import (
+    Softmax,
+    biased,
+    dot,
+    larger_or_nan,
+    largest_or_nan,
+    logits_of,
+)
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 LEAST_KEYS = 64  # of a block that one row's list names; for fewer, the loop costs more than the keys
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
-    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "draft_mask", "key_ranges", "selected",
-    "block_size", "out_dtype",
+    "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
+    "key_ranges", "selected", "block_size", "out_dtype",
 })  # fmt: skip
 
 
@@ -44,27 +51,33 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 def run(call: RaggedPagedAttention, tile: Tile, launch: Any) -> Any:
-    out, lse = attention(call, tile, KeyValueBlocks(call))
-    return (out, lse) if call.return_lse else out
+    out, lse, max_logits = attention(call, tile, KeyValueBlocks(call))
+    return call.requested(out=out, lse=lse, max_logits=max_logits)
 
 
 def attention(
     call: RaggedPagedAttention, tile: Tile, blocks: Blocks, num_q_tokens: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Out and lse of a call; `blocks` reads K and V. `num_q_tokens` is the number of queries per sequence, if known."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Out, lse and, if the call requests it, max_logits of a call; `blocks` reads K and V.
+
+    `num_q_tokens` is the number of queries per sequence, if known.
+    """
     dtype = jnp.dtype(call.result_dtype)
     # A bfloat16 `out` is kept as bits, because XLA's CPU compiler would convert all of it to update a part.
     out = jnp.zeros(call.out_shape, BITS[2] if dtype == jnp.bfloat16 else dtype)
     lse = jnp.full(call.out_shape[:2], -jnp.inf, jnp.float32)
+    max_logits = jnp.full(call.num_q_heads, -jnp.inf, jnp.float32) if call.return_max_logits else None
+    results: Any = out, lse, max_logits
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
         if num_q_tokens in (None, 1):
             of_named = block_kv if call.block_size is None else min(block_kv, max(call.block_size, LEAST_KEYS))
-            out, lse = _attend_in_tiles(call, blocks, 1, of_named, (out, lse))
+            results = _attend_in_tiles(call, blocks, 1, of_named, results)
         if (longest := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
             size = max(2, min(tile.block_q, longest))
-            out, lse = _attend_in_tiles(call, blocks, size, block_kv, (out, lse))
-    return lax.bitcast_convert_type(out, dtype), lse
+            results = _attend_in_tiles(call, blocks, size, block_kv, results)
+    out, lse, max_logits = results
+    return lax.bitcast_convert_type(out, dtype), lse, max_logits
 
 
 class Queries(NamedTuple):
@@ -93,11 +106,12 @@ def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, bloc
         position = jnp.maximum(aligned, -1)
         first_new = kv_len - (stop - at(seqs.starts, seq))
         tile = Queries(seq, first, jnp.minimum(stop, first + size), row, aligned, position, first_new)
-        parts = _attend(call, blocks, tile, kv_len, block_kv)
-        return tuple(
+        (*rows, max_logits), (*parts, largest) = results, _attend(call, blocks, tile, kv_len, block_kv)
+        written = (
             put(whole, lax.bitcast_convert_type(part, whole.dtype), row, tile.own)
-            for whole, part in zip(results, parts, strict=True)
+            for whole, part in zip(rows, parts, strict=True)
         )
+        return *written, None if largest is None else larger_or_nan(max_logits, largest)
 
     return walk_tiles(seqs.starts, seqs.stops, seqs.tiled_by(size), size, call.num_tokens, attend, results)
 
@@ -112,15 +126,20 @@ def _visible_range(call: RaggedPagedAttention, tile: Queries, kv_len: jax.Array)
     return start, stop
 
 
+def _rows_of(call: RaggedPagedAttention, tile: Queries) -> jax.Array:
+    """The tile's queries, [K, size * group, D]."""
+    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # else XLA would convert all of q before the loop
+    q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, len(tile.row))
+    q = lax.bitcast_convert_type(q, call.q.dtype).reshape(-1, call.num_kv_heads, call.group, call.head_dim)
+    return q.swapaxes(0, 1).reshape(call.num_kv_heads, -1, call.head_dim)
+
+
 def _attend(
     call: RaggedPagedAttention, blocks: Blocks, tile: Queries, kv_len: jax.Array, block_kv: int
-) -> tuple[jax.Array, jax.Array]:
-    """Out [size, H, D_v] and lse [size, H] of one tile."""
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Out [size, H, D_v], lse [size, H] and, if the call requests it, max_logits [H] of one tile."""
     size, num_kv_heads, group = len(tile.row), call.num_kv_heads, call.group
-    q, row = lax.optimization_barrier((call.q, tile.row[0]))  # else XLA would convert all of q before the loop
-    q = lax.dynamic_slice_in_dim(lax.bitcast_convert_type(q, BITS[q.dtype.itemsize]), row, size)
-    q = lax.bitcast_convert_type(q, call.q.dtype).reshape(size, num_kv_heads, group, call.head_dim)
-    q = q.swapaxes(0, 1).reshape(num_kv_heads, -1, call.head_dim)
+    q = _rows_of(call, tile)
     ranges = Ranges.of_tile(call, tile.row, tile.own, kv_len)
     lists = Selected.of_tile(call, tile.row, tile.own, kv_len)
     start, stop = _visible_range(call, tile, kv_len)
@@ -129,7 +148,8 @@ def _attend(
     def step(first: jax.Array, state: Softmax) -> Softmax:
         key = first + jnp.arange(block_kv, dtype=jnp.int32)
         k, v, seen = blocks.read(tile.seq, key, key < stop)
-        logits = logits_of(dot("hrd,hkd->hrk", q, k), scale[:, None, None], call.soft_cap)
+        products = dot("hrd,hkd->hrk", q, k)
+        logits = logits_of(products, scale[:, None, None], call.soft_cap)
         logits = biased(logits, call, slopes, table, jnp.repeat(key - tile.aligned[:, None], group, axis=0))
         seen = jnp.broadcast_to(seen, (size, block_kv))
         if ranges is not None:
@@ -144,7 +164,8 @@ def _attend(
         if call.draft_mask is not None or ranges is not None or lists is not None:
             # Clear values that no row sees, because 0 * NaN is NaN.
             v = jnp.where((seen & tile.own[:, None]).any(axis=1)[..., None], v, 0)
-        seen = jnp.repeat(seen, group, axis=1)
+        own = jnp.repeat(seen & tile.own[:, None], group, axis=1)  # a tile's other rows belong to other sequences
+        state, seen = state.with_largest(products, scale[:, None, None], own), jnp.repeat(seen, group, axis=1)
         return state.updated(jnp.where(seen, logits, -jnp.inf), v, any_hidden=call.v_format.scaled)
 
     def by_row(heads: jax.Array | None) -> jax.Array | None:
@@ -168,7 +189,8 @@ def _attend(
         return rows.reshape(num_kv_heads, size, group, *inner).swapaxes(0, 1).reshape(size, -1, *inner)
 
     count = (jnp.maximum(stop - start, 0) + (block_kv - 1)) // block_kv
-    state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim)
+    keeps = bool(call.return_max_logits)
+    state = Softmax.empty(num_kv_heads, size * group, d_v=call.v_head_dim, keeps_largest=keeps)
     sinks, slopes = by_row(call.sinks), by_row(call.alibi_slopes)
     table = table_of_rows()
     if lists is not None:
@@ -178,7 +200,8 @@ def _attend(
     else:
         state = fori_loop(jnp.int32(0), count, lambda block, state: step(start + block * block_kv, state), state)
     out, lse = state.finished(sinks, per_head(call.v_scale, num_kv_heads)[:, None])
-    return by_token(out).astype(call.result_dtype), by_token(lse)
+    largest = None if state.largest is None else largest_or_nan(by_token(state.largest), axis=0)
+    return by_token(out).astype(call.result_dtype), by_token(lse), largest
 
 
 def _drafted(mask: jax.Array, tile: Queries, key: jax.Array) -> jax.Array:

@@ -65,6 +65,10 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return ragged_mla_attention(**self.arguments(), return_lse=True, code_dtype=self.code_dtype, q_dtype=self.dtype)
 
+    def expected_max_logits(self) -> NDArray[np.float64]:
+        dtypes = {"code_dtype": self.code_dtype, "q_dtype": self.dtype}
+        return ragged_mla_attention(**self.arguments(), return_max_logits=True, **dtypes)[1]
+
     def rows(self) -> NDArray[np.float32]:
         """The cache's values [P, G, 1, d_qk]."""
         if self.code_dtype is not None:

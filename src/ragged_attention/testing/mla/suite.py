@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from ragged_attention.testing import max_logits
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.mla import corners as mla_corners
@@ -106,6 +107,7 @@ def corners() -> Iterator[Check]:
         yield Check("corner", f"latent decode on every path, {name}", run)
     yield Check("corner", "latent decode, bits whatever the batch", on_corner(check_invariance, lambda: INVARIANT))
     yield from ragged.corners()
+    yield from max_logits.corners("ragged_mla_attention")
     yield from norm_rope.corners()
 
 
@@ -132,6 +134,7 @@ def agreement() -> Iterator[Check]:
     ):
         yield Check("agreement", name, on_drawn(check, strategy, share))
     yield from ragged.agreement()
+    yield from max_logits.agreement("ragged_mla_attention")
     yield from norm_rope.agreement()
 
 
@@ -140,3 +143,4 @@ def laws() -> Iterator[Check]:
     for name, law in MLA_LAWS.items():
         yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
     yield from ragged.laws()
+    yield from max_logits.laws("ragged_mla_attention")

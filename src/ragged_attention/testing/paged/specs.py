@@ -176,6 +176,10 @@ class RaggedTables(Arrays, abc.ABC):
         """Out and lse as the definition has them, in float64 on the inputs as rounded."""
 
     @abc.abstractmethod
+    def expected_max_logits(self) -> NDArray[np.float64]:
+        """The largest logits as the definition has them."""
+
+    @abc.abstractmethod
     def mean_magnitudes(self) -> NDArray[np.float64]:
         """The weighted means of the values' magnitudes, in the shape of out."""
 
@@ -343,6 +347,11 @@ class Batch(RaggedTables):
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         return ragged_paged_attention(**self.arguments(), return_lse=True, **self.formats, q_dtype=self.dtype)
+
+    def expected_max_logits(self) -> NDArray[np.float64]:
+        return ragged_paged_attention(
+            **self.arguments(), return_max_logits=True, **self.formats, q_dtype=self.dtype
+        )[1]  # fmt: skip
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
         return None if self.draft_mask is None else self.draft_mask[start:stop]

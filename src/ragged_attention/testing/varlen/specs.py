@@ -109,7 +109,11 @@ class VarlenBatch(Arrays):
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Out and lse as the definition has them, in float64 on the inputs as rounded."""
-        return varlen_attention(**self.arguments())
+        out, lse = varlen_attention(**self.arguments())
+        return out, lse
+
+    def expected_max_logits(self) -> NDArray[np.float64]:
+        return varlen_attention(**self.arguments(), return_max_logits=True)[2]
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
         """The weighted means of the values' magnitudes, in the shape of out."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ragged_attention.testing import max_logits
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.varlen import corners as varlen_corners
 from ragged_attention.testing.varlen.laws import SPARSE_GRADIENT_LAWS, VARLEN_LAWS
@@ -37,6 +38,7 @@ def corners() -> Iterator[Check]:
         yield Check("corner", f"packed on every path, {name}", run)
     for name, spec in varlen_corners.SAME_BITS.items():
         yield Check("corner", f"{name} gradients, the same bits in every run", on_corner(check_same_bits, spec.build))
+    yield from max_logits.corners("varlen_attention")
 
 
 def agreement() -> Iterator[Check]:
@@ -53,9 +55,11 @@ def agreement() -> Iterator[Check]:
         ("sparse gradients, the same bits again", check_same_bits, sparse_gradient_specs()),
     ):
         yield Check("agreement", name, on_drawn(built(check), strategy, 0.1))
+    yield from max_logits.agreement("varlen_attention")
 
 
 def laws() -> Iterator[Check]:
     """What holds of both without an oracle."""
     for name, law in (VARLEN_LAWS | SPARSE_GRADIENT_LAWS).items():
         yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
+    yield from max_logits.laws("varlen_attention")
