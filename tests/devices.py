@@ -80,6 +80,9 @@ WITHOUT_HEADS = {  # which have no heads to divide, or choose by all of them
 }  # fmt: skip
 
 
+SUMS_OVER_HEADS = ("indexer_logits", "indexer_logits_backward", "sparse_mla_prefill_backward")
+
+
 def check_heads() -> list[str]:
     """Every operation over eight devices: the bits of one, and nothing said among them."""
     mesh, divided = mesh_of(8, "heads"), []
@@ -100,7 +103,7 @@ def check_heads() -> list[str]:
                 specs = rd._specs(rd.heads_of_fields(CALLS[operation]).get(name), name, value, 8, "heads")
                 placed[name] = jax.device_put(value, NamedSharding(mesh, specs))
             said = collectives(jax.jit(over), placed)
-        if operation in ("indexer_logits", "sparse_mla_prefill_backward"):  # sums over heads
+        if operation in SUMS_OVER_HEADS:
             assert said == {"all-reduce": 1}, said
             close(found, expected)
         else:

@@ -37,6 +37,7 @@ from ragged_attention.calls.heads_first import PrefillAttention as PrefillAttent
 from ragged_attention.calls.heads_first import is_jax_quantized as is_jax_quantized
 from ragged_attention.calls.indexer import IndexerCall as IndexerCall
 from ragged_attention.calls.indexer import IndexerLogits as IndexerLogits
+from ragged_attention.calls.indexer import IndexerLogitsBackward as IndexerLogitsBackward
 from ragged_attention.calls.indexer import IndexerTopk as IndexerTopk
 from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexerKeys
 from ragged_attention.calls.indexer import TopKIndices as TopKIndices
@@ -70,7 +71,7 @@ CALLS: dict[str, type[Call]] = {
         VarlenAttention, VarlenAttentionBackward,
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
         QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, LatentNormRopeWrite, PageIndicesToSlots,
-        IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
+        IndexerLogits, IndexerLogitsBackward, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
         BlockScores, SelectBlocks, TopKBlocks,
     )
 }  # fmt: skip

@@ -62,6 +62,9 @@ class Heads:
         return True
 
 
+SERVES_ALL = Heads(-3, "K")  # of keys [N, D], which have no axis of heads: one KV head serves all queries
+
+
 def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
     """The heads of each argument of an operation that has heads."""
     return {name: heads for name, kind in record.KINDS.items() if (heads := _heads_of(name, kind)) is not None}
@@ -110,7 +113,7 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
     arguments = heads_of_arguments(record)
     if record.OPERATION.endswith("_backward"):
         forward = CALLS[record.OPERATION.removesuffix("_backward")]
-        return [(name, arguments[name]) for name in forward.DIFFERENTIABLE]
+        return [(name, arguments.get(name, SERVES_ALL)) for name in forward.DIFFERENTIABLE]
     query = next((name for name, heads in arguments.items() if heads.letter == "H"), None)
     if query is None:
         return [None] * len(ranks)

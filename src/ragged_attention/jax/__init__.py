@@ -11,6 +11,7 @@ call_of = FRONT_END.call_of
 paged_attention = FRONT_END.paged_attention
 prefill_attention = FRONT_END.prefill_attention
 indexer_logits = FRONT_END.indexer_logits
+indexer_logits_backward = FRONT_END.indexer_logits_backward
 indexer_topk = FRONT_END.indexer_topk
 quantize_indexer_keys = FRONT_END.quantize_indexer_keys
 top_k_indices = FRONT_END.top_k_indices
