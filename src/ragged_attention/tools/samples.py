@@ -389,7 +389,8 @@ class IndexerSample(AnySample):
             "candidate_block_size": self.candidate_block_size if self.candidate_blocks else None,
         }
         gradient = operation == "indexer_logits_backward"
-        if self.listed and operation in ("indexer_logits", "indexer_logits_backward"):
+        over_lists = self.listed and (gradient or operation == "indexer_logits")
+        if over_lists:
             arguments |= {"indices": True}
         elif self.packed or gradient or operation == "top_k_indices":
             arguments |= {"starts": True, "stops": True}
@@ -399,7 +400,7 @@ class IndexerSample(AnySample):
             dtype = "bfloat16" if is_8_bit else self.dtype
             shape = (self.num_tokens, self.num_q_heads, self.head_dim)
             return arguments | {"q": FakeArray(shape, dtype), "keys": FakeArray((self.num_keys, self.head_dim), dtype)}
-        if not (self.packed or self.listed):
+        if not (self.packed or over_lists):
             return arguments | {"keys": self._cache(self.cache_dtype)}
         scale = FakeArray((self.num_keys,), "float32") if is_8_bit else None
         return arguments | {"keys": FakeArray((self.num_keys, self.head_dim), self.dtype), "key_scale": scale}
