@@ -232,6 +232,7 @@ class Work:
 
 
 def work_of(call: IndexerLogitsBackward, tile: Tile, launch: Any) -> Work:
+    """The `Work` of a call, with q as a stand-in for absent arrays."""
     d_logits, q, weights = map(launch.packed, (call.d_logits, call.q, call.weights))
     scale = q if call.key_scale is None else call.key_scale
     ranges = [q if edges is None else launch.contiguous(edges) for edges in (call.starts, call.stops)]

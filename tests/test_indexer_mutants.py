@@ -10,6 +10,7 @@ import pytest
 
 from ragged_attention.reference import _indexer as pieces
 from ragged_attention.reference import _kv_layout
+from ragged_attention.reference import attention_target as target_module
 from ragged_attention.reference import indexer_logits as logits_module
 from ragged_attention.reference import indexer_logits_backward as gradient_module
 from ragged_attention.reference import indexer_topk as topk_module
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a
 
 honest_logits, honest_topk = logits_module.indexer_logits, topk_module.indexer_topk
 honest_gradient, honest_lists = gradient_module.indexer_logits_backward, pieces.seen_of_lists
+honest_target = target_module.attention_target
 honest_select, honest_quantize = select_module.top_k_indices, quantize_module.quantize_indexer_keys
 honest_write, honest_largest = write_module.write_indexer_cache, pieces.largest
 honest_pages, honest_ranges = pieces.seen_in_pages, pieces.seen_of_ranges
@@ -208,6 +210,65 @@ GRADIENTS: dict[str, Function] = {
 }
 
 
+def target_with_seen(change: Callable[[Any], Any]) -> Function:
+    """The target where what a token sees is changed."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        patches: dict[str, Any] = {
+            "seen_of_lists": lambda *given: map(change, honest_lists(*given)),
+            "seen_of_ranges": lambda *given: map(change, honest_ranges(*given)),
+        }
+        with mock.patch.multiple(target_module, **patches):
+            return honest_target(*arguments, **keywords)
+
+    return mutant
+
+
+def not_normalised(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, lse, *arguments, **keywords) * 0.999
+
+
+def lse_is_ignored(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, np.where(np.isneginf(lse), lse, 0.0), *arguments, **keywords)
+
+
+def lse_in_base_2(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, np.asarray(lse) * np.log(2), *arguments, **keywords)
+
+
+def heads_without_keys_count(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, np.where(np.isneginf(lse), 0.0, lse), *arguments, **keywords)
+
+
+def the_first_head_alone(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(np.asarray(q)[:, :1], keys, np.asarray(lse)[:, :1], *arguments, **keywords)
+
+
+def lengths_are_ignored(*arguments: Any, topk_lens: Any = None, **keywords: Any) -> Any:
+    return honest_target(*arguments, **keywords)
+
+
+def the_scale_is_ignored(*arguments: Any, sm_scale: Any = None, **keywords: Any) -> Any:
+    return honest_target(*arguments, **keywords)
+
+
+def empty_rows_are_even(*arguments: Any, **keywords: Any) -> Any:
+    target = honest_target(*arguments, **keywords)
+    return np.where(target.any(axis=1, keepdims=True), target, 1 / max(target.shape[1], 1))
+
+
+TARGETS: dict[str, Function] = {
+    function.__name__: function
+    for function in (
+        not_normalised, lse_is_ignored, lse_in_base_2, heads_without_keys_count, the_first_head_alone,
+        lengths_are_ignored, the_scale_is_ignored, empty_rows_are_even,
+    )
+} | {
+    "the_last_key_is_not_seen": target_with_seen(but_the_last_key),
+    "columns_begin_at_zero": target_with_seen(of_other_columns),
+}  # fmt: skip
+
+
 def largest_with(operation: str, change: Callable[[Any, int], Any]) -> Function:
     """An operation that selects in another way."""
 
@@ -339,6 +400,11 @@ def test_wrong_lists_are_caught(plant: Callable[..., Runner], name: str) -> None
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_wrong_gradients_are_caught(plant: Callable[..., Runner], name: str) -> None:
     caught(plant(indexer_logits_backward=GRADIENTS[name]), ("indexer gradient",))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_wrong_targets_are_caught(plant: Callable[..., Runner], name: str) -> None:
+    caught(plant(attention_target=TARGETS[name]), ("indexer target",))
 
 
 @pytest.mark.parametrize("operation", HONEST_SELECTION)

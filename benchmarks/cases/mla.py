@@ -149,6 +149,9 @@ class LatentCase(Case, LatentSample):
         elif self.packed:
             for deterministic in (False, True):
                 yield self.call("sparse_mla_prefill_backward", device, deterministic=deterministic)
+            if self.num_kv_heads == 1:  # the target of an indexer, over lists and over ranges
+                for topk in (self.topk, 0):
+                    yield dataclasses.replace(self, topk=topk).call("attention_target", device)
 
     # ---- inputs
 

@@ -86,7 +86,7 @@ LATENT_TILES = (
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
     "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "indexer_topk", "indexer_logits",
-    "indexer_logits_backward",
+    "indexer_logits_backward", "attention_target",
     "select_blocks", "block_scores", "top_k_blocks",
 )  # fmt: skip
 # All other operations only copy, so fewer shapes cover them.
@@ -105,7 +105,7 @@ SAVED_EVERY = 30.0  # seconds between two saves while compiling
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
     "bias_kernel", "selected_kernel", "selected_dkv_kernel", "gradient_kernel",
-    "tile_logits_kernel", "walk_logits_kernel", "list_logits_kernel", "query_kernel", "key_kernel",
+    "tile_logits_kernel", "walk_logits_kernel", "list_logits_kernel", "query_kernel", "key_kernel", "sums_kernel",
     "block_scores_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
@@ -151,7 +151,7 @@ SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8}
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
     "tile_logits_kernel": "n", "walk_logits_kernel": "n", "list_logits_kernel": "n", "query_kernel": "h",
-    "key_kernel": "n",
+    "key_kernel": "n", "sums_kernel": "n",
     "block_scores_kernel": "m",
 }  # fmt: skip
 WGMMA_ROWS = 64

@@ -59,6 +59,7 @@ from ragged_attention.calls.norm_rope import NormRopeWrite as NormRopeWrite
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
+from ragged_attention.calls.targets import AttentionTarget as AttentionTarget
 from ragged_attention.calls.varlen import VarlenAttention as VarlenAttention
 from ragged_attention.calls.varlen import VarlenAttentionBackward as VarlenAttentionBackward
 from ragged_attention.calls.varlen import VarlenCall as VarlenCall
@@ -72,6 +73,7 @@ CALLS: dict[str, type[Call]] = {
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
         QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, LatentNormRopeWrite, PageIndicesToSlots,
         IndexerLogits, IndexerLogitsBackward, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
+        AttentionTarget,
         BlockScores, SelectBlocks, TopKBlocks,
     )
 }  # fmt: skip

@@ -27,7 +27,7 @@ from ragged_attention.errors import InvalidInput
 
 LATENTS = ("k", "kv", "kv_cache", "cache", "extra_kv_cache")  # [..., K, D], but their kinds name no axes
 SUMS_OVER_HEADS = ("indexer_logits",)  # a rank's result is a partial sum
-NEEDS_ALL_HEADS = ("indexer_topk",)  # the selected keys depend on the sum over all heads
+NEEDS_ALL_HEADS = ("indexer_topk", "attention_target")  # results depend on the sum over all heads
 # One latent row serves all heads, and rows of K or V may have no axis of heads.
 WITHOUT_HEADS = ("quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv")
 

@@ -42,6 +42,9 @@ class JaxArrays:
     def cast(self, array: Any, dtype: str) -> jax.Array:
         return jnp.asarray(array, dtype)
 
+    def constant(self, array: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(array)
+
     def copy(self, array: jax.Array) -> jax.Array:
         return array
 

@@ -113,6 +113,12 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"block_q": 1, "block_kv": 8},
         {"block_q": 3, "block_kv": 24},
     ),
+    "attention_target": (
+        {"block_h": 32, "block_n": 16, "block_d": 16},
+        {"block_rows": 4, "block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
     "indexer_topk": (
         {"walk": True, "chunk": 3, "num_splits": 3, "select_block": 64},
         {"walk": False, "block_n": 32, "block_t": 2, "chunk": 5},

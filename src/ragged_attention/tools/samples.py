@@ -280,6 +280,11 @@ class LatentSample(AnySample):
             "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0, "key_ranges": ranges_of(self),
         }  # fmt: skip
+        if operation == "attention_target":
+            rows = self._rows().shape
+            arguments |= {"keys": FakeArray((rows[0] * rows[1] if len(rows) > 3 else rows[0], self.width), self.dtype)}
+            if not self.topk:
+                arguments |= {"starts": True, "stops": True}
         if operation == "write_mla_cache":
             arguments["d_v"] = None if self.rope_scale is None else self.d_v
         if operation == "latent_norm_rope_write":

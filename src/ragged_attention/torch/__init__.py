@@ -14,6 +14,7 @@ indexer_logits = FRONT_END.indexer_logits
 indexer_logits_backward = FRONT_END.indexer_logits_backward
 indexer_topk = FRONT_END.indexer_topk
 quantize_indexer_keys = FRONT_END.quantize_indexer_keys
+attention_target = FRONT_END.attention_target
 top_k_indices = FRONT_END.top_k_indices
 write_indexer_cache = FRONT_END.write_indexer_cache
 block_scores = FRONT_END.block_scores

@@ -47,6 +47,9 @@ class TorchArrays:
     def cast(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
         return array.to(DTYPES[dtype])
 
+    def constant(self, array: torch.Tensor) -> torch.Tensor:
+        return array.detach()
+
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 

@@ -4,8 +4,6 @@ A single program computes each sum, in a fixed order. There are two kinds of pro
 a token and sums the gradients of its queries and weights over the keys that it sees. A program of the second kind, an
 *owner*, takes every n-th run of RUN keys, if there are n owners, and sums the gradients of these keys over all tokens
 that see them. Both kinds recompute the products.
-
-The keys that a token sees are its *entries*: those of its list, or the keys of its range.
 """
 
 from typing import Any
@@ -14,6 +12,7 @@ import numpy as np
 
 from ragged_attention.calls import IndexerLogitsBackward
 from ragged_attention.portable.numba._call import why_not as why_not
+from ragged_attention.portable.numba._entries import entries_of, key_of
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_call import Blocks as Tile
@@ -27,7 +26,6 @@ from ragged_attention.portable.numba._records import (
     record_at,
     up_to,
 )
-from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._tiles import read_rows
 from ragged_attention.portable.numba._vectors import (
     LANES,
@@ -38,7 +36,6 @@ from ragged_attention.portable.numba._vectors import (
     float_at,
     fma,
     inlined,
-    int32_at,
     int_at,
     load,
     set_float,
@@ -100,18 +97,6 @@ def new_tile(rows, keys, head_dim):
     return address
 
 
-@inlined
-def entries_of(call, token):
-    """The first key of a token's range, 0 if it has a list, and the number of its entries."""
-    if call.listed:
-        return 0, call.columns
-    start, stop = (
-        within(int32_at(call.starts, token), call.num_keys),
-        within(int32_at(call.stops, token), call.num_keys),
-    )
-    return start, max(min(stop, start + call.columns) - start if call.relative else stop - start, 0)
-
-
 @compiled
 def list_keys(call, tile, token, entry, owner, owners):
     """List the keys of a token's entries, from `entry` on, that belong to `owner`, until the tile is full.
@@ -122,12 +107,10 @@ def list_keys(call, tile, token, entry, owner, owners):
     count, (start, length) = 0, entries_of(call, token)
     row, size = call.d_logits + 4 * token * call.d_logits_token_stride, size_of(call.q_format)
     while entry < length and count < tile.keys:
-        key, here = start + entry, entry
+        key, here = key_of(call, token, start, entry), entry
         entry += 1
-        if call.listed:
-            key = int32_at(call.indices, token * call.indices_token_stride + here)
-            if key < 0 or key >= call.num_keys:
-                continue
+        if key < 0:
+            continue
         if key // RUN % owners != owner:
             if not call.listed:
                 entry += RUN - 1 - key % RUN  # the rest of the run

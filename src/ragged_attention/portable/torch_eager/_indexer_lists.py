@@ -37,7 +37,8 @@ def entries_of(call: Any, tile: Tile) -> Iterator[Entries]:
     if not num_keys or not call.columns:
         return
     keys, last_slot = Keys(call), min(num_keys - 1, torch.iinfo(torch.int32).max)
-    lists, step = Lists(None, call.indices, None, last_slot), max(tile.block_kv // call.columns, 1)
+    lens = getattr(call, "topk_lens", None)
+    lists, step = Lists(None, call.indices, lens, last_slot), max(tile.block_kv // call.columns, 1)
     for first in range(0, call.num_tokens, step):
         tokens = slice(first, first + step)
         slots, hidden = lists.selected(tokens)

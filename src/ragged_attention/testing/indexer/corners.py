@@ -15,6 +15,7 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysSpec,
 )
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec, TopkBatch
+from ragged_attention.testing.indexer.targets import TargetBatch, TargetSpec
 from ragged_attention.testing.integers import INT32
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
@@ -129,6 +130,37 @@ GRADIENTS_ON_EVERY_PATH = (
     "ranges as in the model", "lists as in the model", "wild ranges", "lists, wild ones", "relative, fewer columns",
     "more than 64 heads", "lists, more than 64 heads",
 )  # fmt: skip
+
+# Targets of training; a row of latents is a key.
+LATENTS: dict[str, Any] = {"packed": True, "poison": True, "head_dim": 576, "dtype": "bfloat16"}
+TARGETS: dict[str, TargetSpec] = {
+    "lists": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=6)),
+    "lists as in the model": TargetSpec(of=IndexerSpec(lens=((20, 150), (3, 300)), **LATENTS, listed=70, heads=128)),
+    "lists of a part of the keys": TargetSpec(of=IndexerSpec(lens=MIXED, **LATENTS, listed=9, heads=16), wider=True),
+    "lists, lengths": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9, dtype="float16"), lens="any"),
+    "lists, wild lengths": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9, ranges="any"), lens="wild"),
+    "lists, wild ones": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=20, ranges="wild")),
+    "lists, strided": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=20, ranges="any", strided=True)),
+    "lists of one entry": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=1, heads=1)),
+    "lists, 70 heads": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9, heads=70, dtype="bfloat16")),
+    "lists, some heads without keys": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9), blind_heads=0.5),
+    "lists, no head has keys": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9), blind_heads=1.0),
+    "lists without entries": TargetSpec(of=IndexerSpec(lens=MIXED, packed=True, listed=0)),
+    "lists, no keys": TargetSpec(of=IndexerSpec(lens=((2, 0),), packed=True, listed=3, ranges="wild")),
+    "no queries": TargetSpec(of=IndexerSpec(lens=((0, 9),), packed=True, listed=3)),
+    "rows of 1024": TargetSpec(of=IndexerSpec(lens=MIXED, packed=True, listed=9, head_dim=1024, dtype="float16")),
+    "a scale": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9), sm_scale=-0.5),
+    "ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, heads=17)),
+    "ranges as in the model": TargetSpec(of=IndexerSpec(lens=((20, 150), (3, 300)), **LATENTS, heads=128)),
+    "any ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, ranges="any", dtype="float16"), blind_heads=0.2),
+    "wild ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, ranges="wild", strided=True)),
+    "relative": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, relative=True)),
+    "relative, fewer columns": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, relative=True, max_keys=6)),
+    "relative, wild ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, relative=True, ranges="wild")),
+    "ranges, no keys": TargetSpec(of=IndexerSpec(lens=((2, 0),), packed=True)),
+}  # fmt: skip
+TARGETS_ON_EVERY_PATH = ("lists as in the model", "lists, wild lengths", "wild ranges", "relative, fewer columns")
+TARGET_CORNERS: dict[str, Callable[[], TargetBatch]] = {name: spec.build for name, spec in TARGETS.items()}
 
 # Exact logits, so that there is one answer.
 EXACT: dict[str, IndexerSpec] = {

@@ -16,6 +16,7 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysSpec,
 )
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec, KeysBatch, TopkBatch
+from ragged_attention.testing.indexer.targets import TargetSpec
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.runner import Runner
 
@@ -114,6 +115,18 @@ def _logits_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> N
         raise AssertionError("expected finite gradients from finite inputs, got others")
 
 
+def _target(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    rng = np.random.default_rng(seed)
+    spec = dataclasses.replace(garbage_spec(rng, seed), packed=True, ratio=1, cache_dtype=None, scaled=False)
+    if listed := bool(rng.random() < 0.5):
+        spec = dataclasses.replace(spec, relative=False, listed=int(rng.choice([1, 5, 20])))
+    batch = TargetSpec(of=spec, wider=True, lens="wild" if listed and rng.random() < 0.5 else None).build()
+    # The lse of lists that are not known before is any number.
+    batch = batch.change(lse=np.where(batch.lse == -np.inf, 9, batch.lse + 9), **wild_arrays(rng, batch))
+    if not np.isfinite(runner.run("attention_target", batch, options=options)).all():
+        raise AssertionError("expected finite numbers from finite inputs, got others")
+
+
 def _topk(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = garbage_call(seed)
     chosen = runner.run("indexer_topk", batch, options=options)
@@ -139,6 +152,7 @@ def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
     ("indexer_logits", _logits),
     ("indexer_logits_backward", _logits_backward),
+    ("attention_target", _target),
     ("indexer_topk", _topk),
     ("top_k_indices", _select),
     ("quantize_indexer_keys", _quantize),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ragged_attention.testing.indexer.gradients import LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import QuantizeKeysSpec, SelectSpec, WriteKeysSpec
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec
+from ragged_attention.testing.indexer.targets import TargetSpec
 from ragged_attention.testing.paged.strategies import SEEDS, sequence
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -71,6 +72,22 @@ def logits_gradient_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any)
     if draw(st.booleans()):
         return LogitsGradientSpec(of=draw(listed_specs(clean=clean, **given)))
     return LogitsGradientSpec(of=draw(indexer_specs(clean=clean, packed=True, ratio=1, **given)))
+
+
+@st.composite
+def target_specs(draw: st.DrawFn, *, clean: bool = False) -> TargetSpec:
+    """Any valid target, over ranges or lists."""
+    given: dict[str, Any] = {"cache_dtype": None, "special": False, "scaled": False}
+    given |= {"dtype": draw(st.sampled_from(DTYPES)), "head_dim": draw(st.sampled_from([*HEAD_DIMS, 576]))}
+    listed = draw(st.booleans())
+    spec = draw(listed_specs(clean=clean, **given) if listed else indexer_specs(clean=clean, packed=True, **given))
+    return TargetSpec(
+        of=spec,
+        sm_scale=draw(st.sampled_from([None, 0.25])) if spec.head_dim <= 48 else None,
+        blind_heads=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        wider=draw(st.booleans()),
+        lens=draw(st.sampled_from([None, "any", "wild"])) if listed else None,
+    )
 
 
 select_specs = st.builds(

@@ -5,6 +5,7 @@ from typing import Any
 
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.indexer import corners as named
+from ragged_attention.testing.indexer import targets
 from ragged_attention.testing.indexer.gradients import check_gradient
 from ragged_attention.testing.indexer.laws import GRADIENT_LAWS, LAWS
 from ragged_attention.testing.indexer.oracle import (
@@ -22,6 +23,7 @@ from ragged_attention.testing.indexer.strategies import (
     logits_gradient_specs,
     quantize_keys_specs,
     select_specs,
+    target_specs,
     write_keys_specs,
 )
 
@@ -29,6 +31,7 @@ CheckOf = Callable[..., None]
 CORNERS: tuple[tuple[str, CheckOf, Mapping[str, Callable[[], Any]]], ...] = (
     ("indexer logits", check_logits, named.LOGITS_CORNERS),
     ("indexer gradient", check_gradient, named.GRADIENT_CORNERS),
+    ("indexer target", targets.check_target, named.TARGET_CORNERS),
     ("indexer top-k", check_topk, named.TOPK_CORNERS),
     ("indexer top-k, exact", check_exact_topk, named.EXACT_CORNERS),
     ("indexer selection", check_select, named.SELECT_CORNERS),
@@ -44,6 +47,7 @@ ON_EVERY_PATH: tuple[tuple[str, str, CheckOf, Mapping[str, Callable[[], Any]], t
         "indexer gradient", "indexer_logits_backward", check_gradient, named.GRADIENT_CORNERS,
         named.GRADIENTS_ON_EVERY_PATH,
     ),
+    ("indexer target", "attention_target", targets.check_target, named.TARGET_CORNERS, named.TARGETS_ON_EVERY_PATH),
     ("indexer top-k", "indexer_topk", check_exact_topk, named.EXACT_CORNERS, named.EXACT_ON_EVERY_PATH),
     ("indexer selection", "top_k_indices", check_select, named.SELECT_CORNERS, named.SELECT_ON_EVERY_PATH),
 )  # fmt: skip
@@ -69,6 +73,8 @@ def agreement() -> Iterator[Check]:
     yield Check("agreement", "indexer logits of drawn lists", listed)
     gradients = on_drawn_paths("indexer_logits_backward", check_gradient, logits_gradient_specs())
     yield Check("agreement", "indexer gradients on drawn batches", gradients)
+    drawn_targets = on_drawn_paths("attention_target", targets.check_target, target_specs())
+    yield Check("agreement", "indexer targets on drawn batches", drawn_targets)
     topk = indexer_specs().map(_Topk)
     yield Check("agreement", "indexer top-k on drawn batches", on_drawn_paths("indexer_topk", check_topk, topk))
     exact = indexer_specs(exact=True).map(_Topk)
@@ -99,6 +105,8 @@ class _Topk:
 def laws() -> Iterator[Check]:
     for name, law in LAWS.items():
         yield Check("law", f"indexer, {name}", on_drawn(law, indexer_specs(clean=True, exact=True), 0.3))
+    for name, target_law in targets.LAWS.items():
+        yield Check("law", f"indexer, {name}", on_drawn(target_law, target_specs(clean=True), 0.3))
     clean = logits_gradient_specs(clean=True, exact=True, dtype="float32")
     for name, gradient_law in GRADIENT_LAWS.items():
         yield Check("law", f"indexer, {name}", on_drawn(gradient_law, clean, 0.3))
