@@ -28,6 +28,8 @@ from ragged_attention.kernels_triton._latent.lists import list_length
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable
 from ragged_attention.kernels_triton._softmax import LOG2E, matmul
 from ragged_attention.kernels_triton._tiles import (
+    OLDER_COMPILER,
+    WGMMA,
     cdiv,
     expect_between,
     expect_power_of_two,
@@ -64,7 +66,8 @@ def heuristic(call: AttentionTarget) -> Tile:
     if on_cuda_cores(call):
         return Tile(block_h=32, block_n=32, block_d=16, num_stages=2)
     block_h = min(max(16, next_power_of_2(call.num_heads)), 64)
-    return Tile(block_h=block_h, block_n=64 if block_h < 64 else 128)
+    wide = block_h == 64 and call.device.arch in WGMMA and not OLDER_COMPILER  # elsewhere more keys would spill
+    return Tile(block_h=block_h, block_n=128 if wide else 64)
 
 
 invariant_tile = heuristic  # a program's sums depend on its token alone

@@ -78,23 +78,28 @@ def why_not(call: IndexerLogitsBackward) -> str | None:
 
 
 def heuristic(call: IndexerLogitsBackward) -> Tile:
-    block_h = min(max(16, next_power_of_2(call.num_heads)), 64)
-    if on_cuda_cores(call):
-        block_h, block_n, num_warps = 16, 16, 4
-    elif call.head_dim > 128:
-        block_h, block_n, num_warps = min(block_h, 32), 32, 8
-    else:
-        # On sm_120, Triton 3.6 spills with more keys.
-        block_n = 32 if call.device.arch == "sm_120" and OLDER_COMPILER else 64
-        num_warps = 8 if block_h == 64 else 4
+    block_h, block_n, num_warps, key_warps = sizes(call)
     bytes_per_token = max(call.columns, 1) * cdiv(call.num_heads, block_h) * call.head_dim * 4
     return Tile(
         block_h=block_h,
         block_n=block_n,
         num_warps=num_warps,
-        key_warps=8 if on_cuda_cores(call) else num_warps,
+        key_warps=key_warps,
         chunk_tokens=min(max(ENTRY_BYTES // bytes_per_token, 1), max(call.num_tokens, 1)),
     )
+
+
+def sizes(call: Any) -> tuple[int, int, int, int]:
+    """(heads, keys, warps, warps of the key kernel): sizes that compile without spills."""
+    arch, block_h = call.device.arch, min(max(16, next_power_of_2(call.num_heads)), 64)
+    if on_cuda_cores(call):
+        return 16, 16, 4, 8
+    if call.head_dim > 128:
+        return min(block_h, 32), 32, 8, 8
+    warps = 8 if block_h == 64 else 4
+    if arch.startswith("gfx") or (arch == "sm_120" and OLDER_COMPILER):
+        return block_h, 32, warps, warps
+    return block_h, 64, warps, warps
 
 
 # ---- kernels

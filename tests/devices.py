@@ -75,7 +75,8 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
 # ---- heads
 
 WITHOUT_HEADS = {  # which have no heads to divide, or choose by all of them
-    "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "quantize_indexer_keys",
+    "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "attention_target",
+    "quantize_indexer_keys",
     "write_indexer_cache", "quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv",
 }  # fmt: skip
 

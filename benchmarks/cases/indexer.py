@@ -232,8 +232,6 @@ _MORE = (
     _prefill("128_heads", 4 * K, 4 * K, workload="-", num_q_heads=128),
     _prefill("packed", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3),
     _prefill("training", 4 * K, 4 * K, packed=True, trained=True, **PLAIN),
-    _prefill("training_32_heads", 4 * K, 4 * K, packed=True, trained=True, num_q_heads=32, **PLAIN),
-    _prefill("training_128_heads", 4 * K, 4 * K, packed=True, trained=True, num_q_heads=128, **PLAIN),
     _prefill("training_wide", 4 * K, 4 * K, packed=True, trained=True, head_dim=256, **PLAIN),
     _prefill("training_float32", 512, 4 * K, packed=True, trained=True, **FLOAT32),
     _prefill("training_5_heads", 512, 4 * K, packed=True, trained=True, num_q_heads=5, head_dim=80,

@@ -146,7 +146,7 @@ NARROW_ON_OLDER: Exceptions = {
     ("latent_kernel", "fp8_v41 beside fp4_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
 }
 # Bytes per thread that the older Triton may spill: it has no registers left for the 64-bit offsets of tokens.
-SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8}
+SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8, "key_kernel": 24}
 # The block size that gives the number of rows of a kernel's products (default: q). wgmma needs at least 64 rows.
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
