@@ -190,7 +190,7 @@ def test_a_gradient_has_no_gradient() -> None:
 def test_jax_differentiates_it(form: str, backend: str | None) -> None:
     jax = pytest.importorskip("jax")
     rj = pytest.importorskip("ragged_attention.jax")
-    others = form_of(form) | {"key_scale": scales().astype(np.float32)}
+    others: dict[str, Any] = form_of(form) | {"key_scale": scales().astype(np.float32)}
 
     def loss(given: dict[str, Any]) -> Any:
         logits = rj.indexer_logits(**given, **others, backend=backend)

@@ -236,7 +236,8 @@ def _run(
         for name, index in record.RESULT_GRADIENTS.items():
             towards = cotangents[index]
             if isinstance(towards, SymbolicZero):  # the result is unused
-                towards = None if index else jnp.zeros(towards.shape, towards.dtype)
+                result: Any = towards.aval
+                towards = None if index else jnp.zeros(result.shape, result.dtype)
             known[name] = towards
         known |= record.requests_of_gradients(differentiated)
         backward = CALLS[f"{record.OPERATION}_backward"]

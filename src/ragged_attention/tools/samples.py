@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
+import math
 import types
 from typing import Any
 
@@ -281,8 +282,8 @@ class LatentSample(AnySample):
             "extra_lens": self.extra_topk > 0, "key_ranges": ranges_of(self),
         }  # fmt: skip
         if operation == "attention_target":
-            rows = self._rows().shape
-            arguments |= {"keys": FakeArray((rows[0] * rows[1] if len(rows) > 3 else rows[0], self.width), self.dtype)}
+            count = math.prod(self._rows().shape[:2])  # of pages and positions, or of rows with one KV head
+            arguments |= {"keys": FakeArray((count, self.width), self.dtype)}
             if not self.topk:
                 arguments |= {"starts": True, "stops": True}
         if operation == "write_mla_cache":

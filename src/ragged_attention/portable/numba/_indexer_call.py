@@ -51,5 +51,5 @@ def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
     operands, results = {"keys": keys, "key_scale": call.key_scale}, {name: (result.shape, result.dtype)}
     if call.listed:
         operands["key_lists"] = launch.packed(call.indices)
-    axes = dict.fromkeys(("keys", "key_scale"), "page slot" if call.paged else "slot")
+    axes: dict[str, str] = dict.fromkeys(("keys", "key_scale"), "page slot" if call.paged else "slot")
     return KERNEL.launch(launch, call, tile, operands, numbers, axes=axes, results=results)[name]

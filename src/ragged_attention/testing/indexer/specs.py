@@ -120,9 +120,10 @@ class KeysBatch(Arrays):
             return rows, self.change(**{name: getattr(self, name)[rows] for name in self.OF_TOKENS}, **others)
 
         if self.page_indices is None:
-            assert self.starts is not None and self.stops is not None  # noqa: PT018
             cuts = [slice(0, len(self.q) // 2), slice(len(self.q) // 2, None)]
-            return [part(rows, starts=self.starts[rows], stops=self.stops[rows]) for rows in cuts]
+            ranges = {name: getattr(self, name, None) for name in ("starts", "stops", "indices", "topk_lens")}
+            given = {name: array for name, array in ranges.items() if array is not None}
+            return [part(rows, **{name: array[rows] for name, array in given.items()}) for rows in cuts]
         assert self.kv_lens is not None
         found = []
         for seq, (start, stop) in enumerate(self.bounds()):
@@ -192,13 +193,6 @@ class IndexerBatch(KeysBatch):
             columns = np.flatnonzero((entries >= 0) & (entries < len(self.keys)))
             if len(columns):
                 yield token, columns, entries[columns]
-
-    def parts(self) -> list[tuple[slice, Self]]:
-        if self.indices is None:
-            return super().parts()
-        cuts = [slice(0, len(self.q) // 2), slice(len(self.q) // 2, None)]
-        of_tokens = (*self.OF_TOKENS, "indices")
-        return [(rows, self.change(**{name: getattr(self, name)[rows] for name in of_tokens})) for rows in cuts]
 
     @property
     def from_own_start(self) -> bool:

@@ -42,10 +42,6 @@ class TargetBatch(IndexerBatch):
             if counted.any():
                 yield token, columns[counted], rows[counted]
 
-    def parts(self) -> list[tuple[slice, Self]]:
-        lens = self.topk_lens
-        return [(rows, part if lens is None else part.change(topk_lens=lens[rows])) for rows, part in super().parts()]
-
     def poisoned(self) -> Self:
         idle = np.ones(len(self.q), bool)
         for token, _, _ in self.seen():
