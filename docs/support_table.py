@@ -114,6 +114,17 @@ INDEXER_ROWS = {
     **{
         (operation, what): samples for operation in ("indexer_logits", "indexer_topk") for what, samples in KEYS.items()
     },
+    ("indexer_logits", "lists of packed keys"): [
+        IndexerSample(dtype=dtype, cache_dtype=dtype, listed=True) for dtype in ("float8_e4m3fn", *FLOATS)
+    ],
+    ("indexer_logits_backward", "f32, f16, bf16"): [
+        IndexerSample(dtype=dtype, packed=True, listed=listed) for dtype in FLOATS for listed in (False, True)
+    ],
+    ("attention_target", "f32, f16, bf16"): [
+        LatentSample(cache_format="plain", dtype=dtype, num_tokens=512, topk=topk)
+        for dtype in FLOATS
+        for topk in (2048, 0)
+    ],
     ("indexer_topk", "candidate blocks"): [IndexerSample(candidate_blocks=16)],
     ("top_k_indices", "any"): [IndexerSample(top_k=top_k) for top_k in (1, 100, 2048, 4096)],
     ("quantize_indexer_keys", "f32, f16, bf16"): NEW_KEYS,

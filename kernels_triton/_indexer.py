@@ -518,6 +518,41 @@ def walk_logits_kernel(
             tl.store(row_ptr + column, tl.full([FILLED], float("-inf"), tl.float32), mask=unseen)
 
 
+@triton.jit
+def listed_keys(lists_ptr, token, block, list_stride, list_length, num_keys, BLOCK_N: tl.constexpr):
+    """(column, key, page) of a block of entries in a token's list of packed keys; the page is -1 if it names no key."""
+    column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    entries = lists_ptr + token.to(tl.int64) * list_stride + column
+    key = tl.load(entries, mask=column < list_length, other=-1)
+    seen = (key >= 0) & (key < num_keys)
+    return column, tl.where(seen, key, 0), tl.where(seen, 0, -1)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def list_logits_kernel(
+    q_ptr, keys_ptr, weights_ptr, scale_ptr, lists_ptr,
+    logits_ptr,
+    num_kv_tokens, num_entries, list_stride, q_token_stride, q_head_stride, weights_stride, slot_stride,
+    scale_slot_stride, SHAPE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Compute one token's logits over a block of the entries of its list."""
+    token = tl.program_id(0)
+    column, key, page = listed_keys(
+        lists_ptr, token, tl.program_id(1), list_stride, num_entries, num_kv_tokens, BLOCK_N
+    )
+    operands = Operands(
+        Queries(q_ptr, q_token_stride, q_head_stride, weights_ptr, weights_stride),
+        KeyArray(keys_ptr, 0, slot_stride, scale_ptr, 0, scale_slot_stride),
+        PageTable(lists_ptr, 0, 1),
+    )
+    block = KeyBlock(key_places(key, page, operands.keys, SHAPE), page)
+    scores = scores_of(token, block, operands, Held(), SHAPE, False)
+    if SHAPE.SCALES != "none":
+        scores = scores * load_scales(key, page, operands.keys, SHAPE)
+    scores = tl.where(page >= 0, scores, float("-inf"))
+    tl.store(logits_ptr + token.to(tl.int64) * num_entries + column, scores, mask=column < num_entries)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def fill_kernel(given_logits_ptr, logits_ptr, count, BLOCK: tl.constexpr):
     """Set all logits to -inf, for kernels that write only the logits of seen keys."""

@@ -10,6 +10,7 @@ from ragged_attention.kernels_triton._indexer import (
     Shape,
     Sight,
     fill_kernel,
+    list_logits_kernel,
     tile_logits_kernel,
     walk_logits_kernel,
 )
@@ -31,6 +32,7 @@ from ragged_attention.kernels_triton._tiles import (
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
+    "indices",
 })  # fmt: skip
 PROGRAMS = 16  # programs of the walk kernel per multiprocessor; many, because lengths differ
 FILL_BLOCK = 4096  # logits that one program of `fill_kernel` sets to -inf
@@ -58,13 +60,16 @@ def why_not(call: IndexerCall) -> str | None:
 
 
 def heuristic(call: IndexerLogits) -> Tile:
-    """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's."""
-    return tile_for(call, decodes(call))
+    """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's.
+
+    A call with lists of keys runs a third kernel, with the walk kernel's sizes, as its tokens share no keys either.
+    """
+    return tile_for(call, call.listed or decodes(call))
 
 
 def invariant_tile(call: IndexerLogits) -> Tile:
     """A batch-invariant tile. It always selects the tile kernel, because the two kernels round differently."""
-    return tile_for(call, False)
+    return tile_for(call, call.listed)
 
 
 def decodes(call: Any) -> bool:
@@ -91,9 +96,11 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
     """(keys, warps, stages) of a tile, whether or not they fit shared memory."""
     arch = call.device.arch
     if on_cuda_cores(call):
+        if call.listed:
+            return 32, 4, 2
         if walk or (arch == "sm_120" and not OLDER_COMPILER):
             return 64, 4, 2
-        return (64, 4, 1) if OLDER_COMPILER else (32, 4, 2)  # other sizes spill
+        return (64 if call.paged else 32, 4, 1) if OLDER_COMPILER else (32, 4, 2)  # other sizes spill
     if not arch.startswith("sm_"):
         return 64, 4, 2
     if walk and item_size(call.q) == 2 and call.key_dtype == "float8_e4m3fn":
@@ -269,8 +276,34 @@ def filled(work: Work, launch: Any, num_rows: int, row_stride: int, target: Any 
     return logits
 
 
+def logits_of_lists(call: IndexerLogits, tile: Tile, launch: Any) -> Any:
+    """Enqueue the kernel for lists of packed keys; returns the logits."""
+    q, weights, lists = launch.packed(call.q), launch.packed(call.weights), launch.packed(call.indices)
+    scale = q if call.key_scale is None else call.key_scale
+    (logits,) = launch(
+        list_logits_kernel,
+        (call.num_tokens, cdiv(call.columns, tile.block_n)),
+        (q, call.keys, weights, scale, lists),
+        [((call.num_tokens, call.columns), "float32")],
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        num_kv_tokens=call.keys.shape[0],
+        num_entries=call.columns,
+        list_stride=launch.strides(lists)[0],
+        weights_stride=launch.strides(weights)[0],
+        slot_stride=launch.strides(call.keys)[0],
+        scale_slot_stride=0 if call.key_scale is None else launch.strides(scale)[0],
+        **stride_arguments(launch, ("token", "head"), q=q),
+        SHAPE=shape_of(call, 1),
+        BLOCK_N=tile.block_n,
+    )
+    return logits
+
+
 def run(call: IndexerLogits, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernels; returns the logits."""
+    if call.listed:
+        return logits_of_lists(call, tile, launch)
     work, shape = work_of(call, launch), (call.num_tokens, call.columns)
     target = filled(work, launch, *shape) if call.relative else None
     return enqueue(work, tile, launch, 0, *shape, target, fill=not call.relative)

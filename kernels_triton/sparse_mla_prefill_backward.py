@@ -16,6 +16,7 @@ With p = exp(logit - lse), share = sigmoid(lse - sink) and delta = out . d_out, 
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -442,13 +443,18 @@ def add_chunk(call: Any, tile: Tile, launch: Any, first: int, tokens: int, sums:
     )  # fmt: skip
 
 
-def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: Any) -> Any:
-    """Enqueue the addition of the entries' rows to `sums`, in an order that depends on the lists alone."""
-    lists, lens, of_lists = lists_of(call, launch)
-    count, block = tokens * call.num_kv_heads * call.topk, min(max(16, next_power_of_2(call.topk)), FLAT)
+def gather(
+    launch: Any, lists: Any, lens: Any, of_lists: dict[str, Any], first: int, jobs: int, parts: Any, sums: Any
+) -> Any:  # fmt: skip
+    """Enqueue the addition of the entries' rows to `sums`, in an order that depends on the lists alone.
+
+    `jobs` lists, of a chunk of tokens from `first` on, have rows in `parts` [entries, blocks of heads, columns].
+    """
+    count, topk = parts.shape[0], of_lists["TOPK"]
+    block = min(max(16, next_power_of_2(topk)), FLAT)
     (rows,) = launch(
         rows_kernel,
-        (tokens * call.num_kv_heads, cdiv(call.topk, block)),
+        (jobs, cdiv(topk, block)),
         (lists, lens),
         [((count,), "int32")],
         first_token=first,
@@ -465,11 +471,20 @@ def gather(call: Any, launch: Any, first: int, tokens: int, parts: Any, sums: An
         num_warps=4,
         count=count,
         BLOCKS=parts.shape[1],
-        WIDTH=call.d_qk,
-        WIDTH_PAD=next_power_of_2(call.d_qk),
+        WIDTH=parts.shape[2],
+        WIDTH_PAD=next_power_of_2(parts.shape[2]),
         ABREAST=ABREAST,
     )
     return sums
+
+
+def narrowed(launch: Any, sums: Any, like: Any) -> Any:
+    """Enqueue the rounding of float32 sums to the dtype of `like`, unless that is float32; returns the result."""
+    count = math.prod(like.shape)
+    if item_size(like) == 4:
+        return sums
+    (result,) = launch(narrow_kernel, (cdiv(count, FLAT),), (sums,), [(like.shape, like.dtype)], count=count, FLAT=FLAT)
+    return result
 
 
 def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Any:
@@ -488,9 +503,6 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Any:
         tokens = min(step, call.num_tokens - first)
         parts, sums, dq, terms = add_chunk(call, tile, launch, first, tokens, (sums, dq, terms))
         if call.deterministic:
-            sums = gather(call, launch, first, tokens, parts, sums)
-    dkv = sums
-    if item_size(call.kv) < 4:
-        form = [(call.kv.shape, call.kv.dtype)]
-        (dkv,) = launch(narrow_kernel, (cdiv(count, FLAT),), (sums,), form, count=count, FLAT=FLAT)
+            sums = gather(launch, *lists_of(call, launch), first, tokens * call.num_kv_heads, parts, sums)
+    dkv = narrowed(launch, sums, call.kv)
     return (dq, dkv) if call.sinks is None else (dq, dkv, column_sums(terms, launch))

@@ -38,6 +38,7 @@ class Seen(NamedTuple):
     columns: NDArray[np.int64]  # [n], ascending
     keys: Float64  # [n, ..., D]
     scales: Float64  # [n, ...]
+    rows: NDArray[np.int64]  # [n], the packed keys, or the pages of keys in pages
 
 
 def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys: int | None) -> Iterator[Seen]:
@@ -46,7 +47,16 @@ def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys
     for token, (start, stop) in enumerate(edges):
         rows = np.arange(start, stop if max_keys is None else min(stop, start + max_keys))
         if len(rows):
-            yield Seen(token, rows - start if relative else rows, *keys.at(rows))
+            yield Seen(token, rows - start if relative else rows, *keys.at(rows), rows)
+
+
+def seen_of_lists(keys: Keys, indices: NDArray[np.int32]) -> Iterator[Seen]:
+    """Yields each token that sees a key, if tokens have lists of packed keys [T, L]; other keys are not read."""
+    for token, entries in enumerate(indices):
+        columns = np.flatnonzero((entries >= 0) & (entries < len(keys.stored)))
+        if len(columns):
+            rows = entries[columns]
+            yield Seen(token, columns, *keys.at(rows), rows)
 
 
 def seen_in_pages(
@@ -63,7 +73,7 @@ def seen_in_pages(
             valid = (page >= 0) & (page < num_pages)
             positions, page = positions[valid], page[valid]
             if len(positions):
-                yield Seen(token, positions, *keys.at(page, positions % page_size))
+                yield Seen(token, positions, *keys.at(page, positions % page_size), page)
 
 
 def planes(cache: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:

@@ -6,11 +6,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ragged_attention.calls import dtype_name
-from ragged_attention.reference._indexer import Keys, seen_in_pages, seen_of_ranges
+from ragged_attention.reference._indexer import Keys, seen_in_pages, seen_of_lists, seen_of_ranges
 from ragged_attention.reference._kv_layout import Float64, decode, widened
 
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
+    "indices",
 })  # fmt: skip
 BATCH_INVARIANT = True
 
@@ -30,6 +31,7 @@ def indexer_logits(
     cu_q_lens: ArrayLike | None = None,
     num_seqs: ArrayLike | None = None,
     ratio: int = 1,
+    indices: ArrayLike | None = None,
     q_dtype: str | None = None,
     key_dtype: str | None = None,
 ) -> Float64:
@@ -42,6 +44,9 @@ def indexer_logits(
     if page_indices is not None:
         columns = np.shape(page_indices)[1] * np.shape(keys)[1]
         tokens = seen_in_pages(len(q), all_keys, (page_indices, kv_lens, cu_q_lens), num_seqs, ratio)
+    elif indices is not None:
+        columns = np.shape(indices)[1]
+        tokens = seen_of_lists(all_keys, np.asarray(indices))
     else:
         columns = len(all_keys.stored) if max_keys is None else max_keys
         tokens = seen_of_ranges(all_keys, starts, stops, relative, max_keys)

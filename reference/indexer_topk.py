@@ -10,7 +10,7 @@ from ragged_attention.reference._indexer import largest
 from ragged_attention.reference.indexer_logits import FEATURES as FEATURES_OF_LOGITS
 from ragged_attention.reference.indexer_logits import indexer_logits
 
-FEATURES = FEATURES_OF_LOGITS | {"candidate_blocks", "candidate_block_size"}
+FEATURES = FEATURES_OF_LOGITS - {"indices"} | {"candidate_blocks", "candidate_block_size"}
 BATCH_INVARIANT = True
 
 

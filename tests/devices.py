@@ -75,9 +75,13 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
 # ---- heads
 
 WITHOUT_HEADS = {  # which have no heads to divide, or choose by all of them
-    "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "quantize_indexer_keys",
+    "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "attention_target",
+    "quantize_indexer_keys",
     "write_indexer_cache", "quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv",
 }  # fmt: skip
+
+
+SUMS_OVER_HEADS = ("indexer_logits", "indexer_logits_backward", "sparse_mla_prefill_backward")
 
 
 def check_heads() -> list[str]:
@@ -100,7 +104,7 @@ def check_heads() -> list[str]:
                 specs = rd._specs(rd.heads_of_fields(CALLS[operation]).get(name), name, value, 8, "heads")
                 placed[name] = jax.device_put(value, NamedSharding(mesh, specs))
             said = collectives(jax.jit(over), placed)
-        if operation in ("indexer_logits", "sparse_mla_prefill_backward"):  # sums over heads
+        if operation in SUMS_OVER_HEADS:
             assert said == {"all-reduce": 1}, said
             close(found, expected)
         else:

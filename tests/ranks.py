@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 import ragged_attention as ra
 from ragged_attention.calls import CALLS
-from ragged_attention.calls.sharding import KvShard, heads_of_arguments
+from ragged_attention.calls.sharding import NEEDS_ALL_HEADS, KvShard, heads_of_arguments
 from ragged_attention.errors import InvalidInput
 from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, random_ranges, shards_of
 
@@ -118,7 +118,7 @@ def check_heads(rank: int, size: int) -> Any:
         parts = []
         for name, value in zip(names, flat, strict=False):
             if isinstance(value, torch.Tensor):
-                where = heads.get(name) if operation != "indexer_topk" else None
+                where = heads.get(name) if operation not in NEEDS_ALL_HEADS else None
                 combined = name == "kv_pages" and arguments["kv_pages"] is value
                 many = where is not None and where.count(tuple(value.shape), combined) > 1
                 placement = Shard(value.ndim + where.axis) if where is not None and many else Replicate()

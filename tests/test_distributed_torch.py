@@ -27,7 +27,8 @@ if not torch.distributed.is_available() or not torch.distributed.is_gloo_availab
 OVERHEAD = 0.02
 DIVIDED = {
     "block_scores", "select_blocks", "top_k_blocks",
-    "latent_norm_rope_write", "merge_attention_states", "mla_decode", "norm_rope_write", "paged_attention",
+    "indexer_logits_backward", "latent_norm_rope_write", "merge_attention_states", "mla_decode", "norm_rope_write",
+    "paged_attention",
     "prefill_attention", "ragged_mla_attention", "ragged_paged_attention", "sparse_mla_prefill",
     "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "write_kv_pages",
 }  # fmt: skip

@@ -75,6 +75,11 @@ RANGES = {
     "keys": floats(9, 16), "key_scale": floats(9) ** 2 * 10 + 0.1, "starts": ints(0, 1, 2, 3, 4),
     "stops": ints(3, 5, 7, 8, 9), "relative": True, "max_keys": 2,
 }  # fmt: skip
+LISTED_KEYS = {
+    "keys": RANGES["keys"], "key_scale": RANGES["key_scale"],
+    "indices": ints([0, 3, -1], [8, 1, 2], [-1, -1, 4], [7, 7, 6], [5, 9, 0]),
+}  # fmt: skip
+TARGET = {"q": floats(5, 2, 16), "keys": floats(9, 16), "lse": floats(5, 2) + 2}
 INDEX_PAGES = TABLES | {"keys": floats(6, 4, 16), "num_seqs": ints(1), "ratio": 2}
 BLOCK_RANGES = {name: value for name, value in RANGES.items() if name not in ("keys", "key_scale", "relative")}
 BLOCK_KEYS = {"q": floats(5, 4, 16), "block_size": 1, "top_k": 2}
@@ -192,7 +197,14 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "kv_scale": 0.5, "rope_scale": 2.0,
         },
     ],
-    "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES],
+    "indexer_logits": [INDEX | RANGES, INDEX | INDEX_PAGES, INDEX | LISTED_KEYS],
+    "attention_target": [
+        TARGET | {"indices": LISTED_KEYS["indices"], "sm_scale": 0.7, "topk_lens": ints(1, 2, 3, 2, 2)},
+        TARGET | {"starts": RANGES["starts"], "stops": RANGES["stops"], "relative": True, "max_keys": 2},
+    ],
+    "indexer_logits_backward": [
+        INDEX | RANGES | {"d_logits": floats(5, 2)}, INDEX | LISTED_KEYS | {"d_logits": floats(5, 3)},
+    ],
     "indexer_topk": [
         INDEX | RANGES | {"top_k": 1},
         INDEX | INDEX_PAGES | {

@@ -1,6 +1,7 @@
 """The suite catches a wrong indexer: definitions with one planted fault each."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -9,7 +10,9 @@ import pytest
 
 from ragged_attention.reference import _indexer as pieces
 from ragged_attention.reference import _kv_layout
+from ragged_attention.reference import attention_target as target_module
 from ragged_attention.reference import indexer_logits as logits_module
+from ragged_attention.reference import indexer_logits_backward as gradient_module
 from ragged_attention.reference import indexer_topk as topk_module
 from ragged_attention.reference import quantize_indexer_keys as quantize_module
 from ragged_attention.reference import top_k_indices as select_module
@@ -22,6 +25,8 @@ pytest.importorskip("torch", reason="the mutants run through the torch front end
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
 
 honest_logits, honest_topk = logits_module.indexer_logits, topk_module.indexer_topk
+honest_gradient, honest_lists = gradient_module.indexer_logits_backward, pieces.seen_of_lists
+honest_target = target_module.attention_target
 honest_select, honest_quantize = select_module.top_k_indices, quantize_module.quantize_indexer_keys
 honest_write, honest_largest = write_module.write_indexer_cache, pieces.largest
 honest_pages, honest_ranges = pieces.seen_in_pages, pieces.seen_of_ranges
@@ -113,6 +118,155 @@ LOGITS: dict[str, Function] = {
     "pages_are_held_within": given(page_indices=lambda table: None if table is None else np.maximum(table, 0)),
     "max_keys_is_one_less": with_seen(lambda seen: but_the_last_key(seen) if len(seen.columns) > 5 else seen, "ranges"),
 }
+
+
+def listed(change: Callable[[Any], Any]) -> Function:
+    """The logits of other lists."""
+
+    def mutant(*arguments: Any, indices: Any = None, **keywords: Any) -> Any:
+        indices = None if indices is None else change(np.asarray(indices))
+        return honest_logits(*arguments, indices=indices, **keywords)
+
+    return mutant
+
+
+LISTED: dict[str, Function] = {
+    "no_entry_is_the_first_key": listed(lambda lists: np.maximum(lists, 0)),
+    "the_last_entry_is_not_seen": listed(
+        lambda lists: np.where(np.arange(lists.shape[1]) + 1 < lists.shape[1], lists, -1)
+    ),
+    "lists_are_sorted": listed(lambda lists: np.sort(lists, axis=1)),
+    "a_double_is_not_seen": listed(lambda lists: np.where(np.diff(lists, axis=1, prepend=-1) == 0, -1, lists)),
+}
+
+
+def gradient_with_seen(change: Callable[[Any], Any]) -> Function:
+    """The gradient where what a token sees is changed."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        patches: dict[str, Any] = {
+            "seen_of_lists": lambda *given: map(change, honest_lists(*given)),
+            "seen_of_ranges": lambda *given: map(change, honest_ranges(*given)),
+        }
+        with mock.patch.multiple(gradient_module, **patches):
+            return honest_gradient(*arguments, **keywords)
+
+    return mutant
+
+
+def gradient_with(index: int, change: Callable[[Any], Any]) -> Function:
+    """The gradient where one result is made from the one that is right."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        results = list(honest_gradient(*arguments, **keywords))
+        results[index] = change(results[index])
+        return tuple(results)
+
+    return mutant
+
+
+def derivative_at_zero_is_one(d_logits: Any, q: Any, keys: Any, weights: Any, **others: Any) -> Any:
+    """As relu of a tiny number more than each product."""
+    q = np.concatenate([np.asarray(q, np.float64), np.full((*np.shape(q)[:2], 16), 1e-9)], axis=2)
+    keys = np.concatenate([np.asarray(keys, np.float64), np.ones((len(keys), 16))], axis=1)
+    d_q, d_keys, d_weights = honest_gradient(d_logits, q, keys, weights, **others)
+    return d_q[..., :-16], d_keys[:, :-16], d_weights
+
+
+def without_relu_in_the_gradient(d_logits: Any, q: Any, keys: Any, weights: Any, **others: Any) -> Any:
+    ahead = honest_gradient(d_logits, q, keys, weights, **others)
+    behind = honest_gradient(d_logits, -np.asarray(q), keys, weights, **others)
+    return ahead[0] + behind[0], ahead[1] - behind[1], ahead[2] - behind[2]
+
+
+def doubles_count_once(*arguments: Any, **keywords: Any) -> Any:
+    def assign(total: Any, rows: Any, more: Any) -> None:
+        total[rows] += more
+
+    with mock.patch.object(gradient_module.np, "add", SimpleNamespace(at=assign)):
+        return honest_gradient(*arguments, **keywords)
+
+
+def every_logit_has_a_gradient(d_logits: Any, q: Any, keys: Any, weights: Any, **others: Any) -> Any:
+    d_q, d_keys, d_weights = honest_gradient(d_logits, q, keys, weights, **others)
+    return d_q + 0 * np.sum(d_logits, axis=1)[:, None, None], d_keys, d_weights
+
+
+GRADIENTS: dict[str, Function] = {
+    "derivative_at_zero_is_one": derivative_at_zero_is_one,
+    "without_relu": without_relu_in_the_gradient,
+    "doubles_count_once": doubles_count_once,
+    "every_logit_has_a_gradient": every_logit_has_a_gradient,
+    "key_scale_is_ignored": gradient_with_seen(lambda seen: seen._replace(scales=np.ones_like(seen.scales))),
+    "the_last_key_is_not_seen": gradient_with_seen(lambda seen: but_the_last_key(seen)._replace(rows=seen.rows[:-1])),
+    "columns_begin_at_zero": gradient_with_seen(of_other_columns),
+    "keys_are_shifted": gradient_with(1, lambda d_keys: np.roll(d_keys, 1, axis=0)),
+    "a_head_is_forgotten": gradient_with(0, lambda d_q: d_q * (np.arange(d_q.shape[1]) < 16)[None, :, None]),
+    "d_weights_are_of_one_sign": gradient_with(2, np.abs),
+    "d_weights_are_rounded": gradient_with(2, lambda d_weights: np.round(d_weights, 2)),
+    "queries_without_keys_have_nan": gradient_with(
+        0, lambda d_q: np.where(d_q.any(axis=2, keepdims=True), d_q, np.nan)
+    ),
+}
+
+
+def target_with_seen(change: Callable[[Any], Any]) -> Function:
+    """The target where what a token sees is changed."""
+
+    def mutant(*arguments: Any, **keywords: Any) -> Any:
+        patches: dict[str, Any] = {
+            "seen_of_lists": lambda *given: map(change, honest_lists(*given)),
+            "seen_of_ranges": lambda *given: map(change, honest_ranges(*given)),
+        }
+        with mock.patch.multiple(target_module, **patches):
+            return honest_target(*arguments, **keywords)
+
+    return mutant
+
+
+def not_normalised(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, lse, *arguments, **keywords) * 0.999
+
+
+def lse_is_ignored(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, np.where(np.isneginf(lse), lse, 0.0), *arguments, **keywords)
+
+
+def lse_in_base_2(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, np.asarray(lse) * np.log(2), *arguments, **keywords)
+
+
+def heads_without_keys_count(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(q, keys, np.where(np.isneginf(lse), 0.0, lse), *arguments, **keywords)
+
+
+def the_first_head_alone(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:
+    return honest_target(np.asarray(q)[:, :1], keys, np.asarray(lse)[:, :1], *arguments, **keywords)
+
+
+def lengths_are_ignored(*arguments: Any, topk_lens: Any = None, **keywords: Any) -> Any:
+    return honest_target(*arguments, **keywords)
+
+
+def the_scale_is_ignored(*arguments: Any, sm_scale: Any = None, **keywords: Any) -> Any:
+    return honest_target(*arguments, **keywords)
+
+
+def empty_rows_are_even(*arguments: Any, **keywords: Any) -> Any:
+    target = honest_target(*arguments, **keywords)
+    return np.where(target.any(axis=1, keepdims=True), target, 1 / max(target.shape[1], 1))
+
+
+TARGETS: dict[str, Function] = {
+    function.__name__: function
+    for function in (
+        not_normalised, lse_is_ignored, lse_in_base_2, heads_without_keys_count, the_first_head_alone,
+        lengths_are_ignored, the_scale_is_ignored, empty_rows_are_even,
+    )
+} | {
+    "the_last_key_is_not_seen": target_with_seen(but_the_last_key),
+    "columns_begin_at_zero": target_with_seen(of_other_columns),
+}  # fmt: skip
 
 
 def largest_with(operation: str, change: Callable[[Any, int], Any]) -> Function:
@@ -236,6 +390,21 @@ def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
 @pytest.mark.parametrize("name", LOGITS)
 def test_wrong_logits_are_caught(plant: Callable[..., Runner], name: str) -> None:
     caught(plant(indexer_logits=LOGITS[name]), ("indexer logits",), name)
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_wrong_lists_are_caught(plant: Callable[..., Runner], name: str) -> None:
+    caught(plant(indexer_logits=LISTED[name]), ("indexer logits of drawn lists", "indexer logits, lists"))
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_wrong_gradients_are_caught(plant: Callable[..., Runner], name: str) -> None:
+    caught(plant(indexer_logits_backward=GRADIENTS[name]), ("indexer gradient",))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_wrong_targets_are_caught(plant: Callable[..., Runner], name: str) -> None:
+    caught(plant(attention_target=TARGETS[name]), ("indexer target",))
 
 
 @pytest.mark.parametrize("operation", HONEST_SELECTION)

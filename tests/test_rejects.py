@@ -146,6 +146,13 @@ VALID: dict[str, dict[str, Any]] = {
         "q": ones(4, 3, 16), "keys": ones(6, 16), "weights": ones(4, 3), "starts": ints(0, 0, 2, 3),
         "stops": ints(1, 2, 3, 6),
     },
+    "attention_target": {
+        "q": ones(4, 3, 32), "keys": ones(6, 32), "lse": ones(4, 3), "indices": ints([0, 1], [2, 3], [-1, 0], [5, 5]),
+    },
+    "indexer_logits_backward": {
+        "d_logits": ones(4, 6), "q": ones(4, 3, 16), "keys": ones(6, 16), "weights": ones(4, 3),
+        "starts": ints(0, 0, 2, 3), "stops": ints(1, 2, 3, 6),
+    },
     "indexer_topk": {
         "q": ones(4, 3, 16), "keys": raw(6, 4, 1, 20), "weights": ones(4, 3), "top_k": 2, "kv_lens": ints(3, 8),
         "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4),
@@ -267,6 +274,14 @@ def slots(error: type[Exception], text: str, **changes: Any) -> Case:
 
 def logits(error: type[Exception], text: str, **changes: Any) -> Case:
     return Case("indexer_logits", changes, error, text)
+
+
+def logits_backward(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("indexer_logits_backward", changes, error, text)
+
+
+def target(error: type[Exception], text: str, **changes: Any) -> Case:
+    return Case("attention_target", changes, error, text)
 
 
 def topk(error: type[Exception], text: str, **changes: Any) -> Case:
@@ -398,7 +413,8 @@ PACKED = [
 ]  # fmt: skip
 
 INDEX_TABLES = {"page_indices": ints([0, 1], [2, 3]), "kv_lens": ints(3, 8), "cu_q_lens": ints(0, 2, 4)}
-ONE_FORM = "expected starts and stops, or page_indices, kv_lens, cu_q_lens, got"
+ONE_FORM = "expected starts and stops, or indices, or page_indices, kv_lens, cu_q_lens, got"
+LISTS_OF_KEYS = {"starts": None, "stops": None, "indices": ints([0, 1], [2, 3], [-1, 0], [5, 5])}
 INDEXER = [
     logits(TypeError, "expected q to be an array, got list", q=[[[1.0] * 16]]),
     logits(InvalidInput, f"expected q.dtype to be {FLOATS} or float8_e4m3fn, got int8",
@@ -426,6 +442,41 @@ INDEXER = [
     logits(InvalidInput, "expected max_keys only with relative=True, got 3", max_keys=3),
     logits(InvalidInput, "expected max_keys >= 1, got 0", max_keys=0, relative=True),
     logits(TypeError, "expected relative to be a bool, got int", relative=1),
+    logits(InvalidInput, f"{ONE_FORM} starts, stops, indices", indices=LISTS_OF_KEYS["indices"]),
+    logits(InvalidInput, "expected indices.shape to be [T, L] = [4, L], got [1, 2]",
+           **{**LISTS_OF_KEYS, "indices": ints([0, 1])}),
+    logits(InvalidInput, "expected indices.dtype to be int32, got float32", **{**LISTS_OF_KEYS, "indices": ones(4, 2)}),
+    logits(InvalidInput, "expected relative only with starts and stops, got it with indices", **LISTS_OF_KEYS,
+           relative=True),
+    logits(InvalidInput, "expected ratio only with page_indices, got it with indices", **LISTS_OF_KEYS, ratio=2),
+    logits_backward(InvalidInput, "expected d_logits.shape to be [T, C] = [4, 6], got [4, 5]", d_logits=ones(4, 5)),
+    logits_backward(InvalidInput, "expected d_logits.shape to be [T, C] = [4, 2], got [4, 6]", **LISTS_OF_KEYS),
+    logits_backward(InvalidInput, "expected d_logits.dtype to be float32, got float16",
+                    d_logits=ones(4, 6, dtype=np.float16)),
+    logits_backward(InvalidInput, f"expected q.dtype to be {FLOATS}, got int8", q=ones(4, 3, 16, dtype=np.int8)),
+    logits_backward(InvalidInput, "expected keys.dtype to be float32, got float16", keys=ones(6, 16, dtype=np.float16)),
+    logits_backward(InvalidInput, "expected keys.shape to be [N, D] = [N, 16], got [6, 4, 16]", keys=ones(6, 4, 16)),
+    logits_backward(InvalidInput, "expected starts and stops, or indices, got stops", starts=None),
+    logits_backward(InvalidInput, "expected relative only with starts and stops, got it with indices",
+                    **LISTS_OF_KEYS, d_logits=ones(4, 2), relative=True),
+    logits_backward(InvalidInput, "expected max_keys only with relative=True, got 3", max_keys=3),
+    logits_backward(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 256, got 24",
+                    q=ones(4, 3, 24), keys=ones(6, 24)),
+    target(TypeError, "expected lse to be an array, got NoneType", lse=None),
+    target(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 1024, got 40", q=ones(4, 3, 40),
+           keys=ones(6, 40)),
+    target(InvalidInput, "expected q to have num_heads >= 1, got 0", q=ones(4, 0, 32), lse=ones(4, 0)),
+    target(InvalidInput, "expected keys.shape to be [s_kv, D] = [s_kv, 32], got [6, 2, 32]", keys=ones(6, 2, 32)),
+    target(InvalidInput, "expected keys.dtype to be float32, got float16", keys=ones(6, 32, dtype=np.float16)),
+    target(InvalidInput, "expected lse.shape to be [T, H] = [4, 3], got [3, 4]", lse=ones(3, 4)),
+    target(InvalidInput, "expected indices.shape to be [T, N] = [4, N], got [2, 4]", indices=ints([0] * 4, [1] * 4)),
+    target(InvalidInput, "expected indices, or starts and stops, got neither", indices=None),
+    target(InvalidInput, "expected indices, or starts and stops, got indices, starts", starts=ints(0, 0, 0, 0)),
+    target(InvalidInput, "expected relative only with starts and stops, got it with indices", relative=True),
+    target(InvalidInput, "expected topk_lens only with indices, got it with starts and stops", indices=None,
+           topk_lens=ints(1, 1, 1, 1), starts=ints(0, 0, 0, 0), stops=ints(1, 2, 3, 4)),
+    target(InvalidInput, "expected topk_lens.shape to be [T] = [4], got [2]", topk_lens=ints(1, 1)),
+    target(InvalidInput, "expected sm_scale to be finite, got nan", sm_scale=float("nan")),
     topk(InvalidInput, "expected relative only with starts and stops, got it with page_indices", relative=True),
     topk(InvalidInput, "expected max_keys only with starts and stops, got it with page_indices", max_keys=9),
     topk(InvalidInput, "expected keys.shape to be [P, G, 1, D+4] = [P, G, 1, 20], got [6, 4, 1, 16]",

@@ -31,6 +31,7 @@ class IndexerCase(Case, IndexerSample):
     num_q_tokens: int  # per sequence, of which there are `max_num_seqs`
     num_tokens: int = dataclasses.field(init=False)
     relative: bool = False
+    trained: bool = False  # whether the indexer is trained, over ranges of keys and over lists
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", self.max_num_seqs * self.num_q_tokens)
@@ -88,7 +89,12 @@ class IndexerCase(Case, IndexerSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step, and its operations one by one."""
+        """The calls of a serving step, and its operations one by one; or those of a training step."""
+        if self.trained:
+            for operation in ("indexer_logits", "indexer_logits_backward"):
+                for listed in (False, True):
+                    yield dataclasses.replace(self, listed=listed).call(operation, device)
+            return
         yield self.attention_call(device)
         for operation in ("indexer_logits", "top_k_indices", "quantize_indexer_keys", "write_indexer_cache"):
             if operation != "write_indexer_cache" or self.cache_dtype == "uint8":
@@ -225,6 +231,11 @@ _MORE = (
     _decode("decode_8_heads", 64, 32 * K, workload="-", num_q_heads=8, head_dim=80),
     _prefill("128_heads", 4 * K, 4 * K, workload="-", num_q_heads=128),
     _prefill("packed", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3),
+    _prefill("training", 4 * K, 4 * K, packed=True, trained=True, **PLAIN),
+    _prefill("training_wide", 4 * K, 4 * K, packed=True, trained=True, head_dim=256, **PLAIN),
+    _prefill("training_float32", 512, 4 * K, packed=True, trained=True, **FLOAT32),
+    _prefill("training_5_heads", 512, 4 * K, packed=True, trained=True, num_q_heads=5, head_dim=80,
+             **(PLAIN | {"dtype": "float16", "cache_dtype": "float16"})),
     _prefill("packed_relative", 4 * K, 4 * K, workload="-", packed=True, cache_dtype=E4M3, relative=True, top_k=512),
 )  # fmt: skip
 COMPILED_ONLY = {case.name: case for case in _MORE}

@@ -149,6 +149,11 @@ class LatentCase(Case, LatentSample):
         elif self.packed:
             for deterministic in (False, True):
                 yield self.call("sparse_mla_prefill_backward", device, deterministic=deterministic)
+            # The target of an indexer, over lists and over ranges. With few heads its only loop is unrolled, which the
+            # checks of a workload's loops take for a loop that is lost.
+            if self.num_kv_heads == 1 and (self.workload == "-" or self.num_q_heads > 64):
+                for topk in (self.topk, 0):
+                    yield dataclasses.replace(self, topk=topk).call("attention_target", device)
 
     # ---- inputs
 

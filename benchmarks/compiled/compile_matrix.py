@@ -86,6 +86,7 @@ LATENT_TILES = (
 ATTENTIONS = (
     "ragged_paged_attention", "mla_decode", "ragged_mla_attention", "sparse_mla_prefill",
     "sparse_mla_prefill_backward", "varlen_attention", "varlen_attention_backward", "indexer_topk", "indexer_logits",
+    "indexer_logits_backward", "attention_target",
     "select_blocks", "block_scores", "top_k_blocks",
 )  # fmt: skip
 # All other operations only copy, so fewer shapes cover them.
@@ -104,7 +105,8 @@ SAVED_EVERY = 30.0  # seconds between two saves while compiling
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
     "bias_kernel", "selected_kernel", "selected_dkv_kernel", "gradient_kernel",
-    "tile_logits_kernel", "walk_logits_kernel", "block_scores_kernel",
+    "tile_logits_kernel", "walk_logits_kernel", "list_logits_kernel", "query_kernel", "key_kernel", "sums_kernel",
+    "block_scores_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
 # Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: a lower bound of their own and the
@@ -144,11 +146,12 @@ NARROW_ON_OLDER: Exceptions = {
     ("latent_kernel", "fp8_v41 beside fp4_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
 }
 # Bytes per thread that the older Triton may spill: it has no registers left for the 64-bit offsets of tokens.
-SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8}
+SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8, "key_kernel": 24}
 # The block size that gives the number of rows of a kernel's products (default: q). wgmma needs at least 64 rows.
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
-    "tile_logits_kernel": "n", "walk_logits_kernel": "n",
+    "tile_logits_kernel": "n", "walk_logits_kernel": "n", "list_logits_kernel": "n", "query_kernel": "h",
+    "key_kernel": "n", "sums_kernel": "n",
     "block_scores_kernel": "m",
 }  # fmt: skip
 WGMMA_ROWS = 64

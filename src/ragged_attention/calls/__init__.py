@@ -37,6 +37,7 @@ from ragged_attention.calls.heads_first import PrefillAttention as PrefillAttent
 from ragged_attention.calls.heads_first import is_jax_quantized as is_jax_quantized
 from ragged_attention.calls.indexer import IndexerCall as IndexerCall
 from ragged_attention.calls.indexer import IndexerLogits as IndexerLogits
+from ragged_attention.calls.indexer import IndexerLogitsBackward as IndexerLogitsBackward
 from ragged_attention.calls.indexer import IndexerTopk as IndexerTopk
 from ragged_attention.calls.indexer import QuantizeIndexerKeys as QuantizeIndexerKeys
 from ragged_attention.calls.indexer import TopKIndices as TopKIndices
@@ -58,6 +59,7 @@ from ragged_attention.calls.norm_rope import NormRopeWrite as NormRopeWrite
 from ragged_attention.calls.paged import MergeAttentionStates as MergeAttentionStates
 from ragged_attention.calls.paged import RaggedPagedAttention as RaggedPagedAttention
 from ragged_attention.calls.paged import WriteKvPages as WriteKvPages
+from ragged_attention.calls.targets import AttentionTarget as AttentionTarget
 from ragged_attention.calls.varlen import VarlenAttention as VarlenAttention
 from ragged_attention.calls.varlen import VarlenAttentionBackward as VarlenAttentionBackward
 from ragged_attention.calls.varlen import VarlenCall as VarlenCall
@@ -70,7 +72,8 @@ CALLS: dict[str, type[Call]] = {
         VarlenAttention, VarlenAttentionBackward,
         SparseMlaPrefill, SparseMlaPrefillBackward, MlaDecode, RaggedMlaAttention, MakeDecodeSchedule,
         QuantizeMlaCache, DequantizeMlaCache, WriteMlaCache, LatentNormRopeWrite, PageIndicesToSlots,
-        IndexerLogits, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
+        IndexerLogits, IndexerLogitsBackward, IndexerTopk, TopKIndices, QuantizeIndexerKeys, WriteIndexerCache,
+        AttentionTarget,
         BlockScores, SelectBlocks, TopKBlocks,
     )
 }  # fmt: skip

@@ -87,12 +87,15 @@ class Call(abc.ABC):
     WRITTEN: ClassVar[tuple[str, ...]]  # the arguments that the operation writes, the cache first
     NUM_RESULTS: ClassVar[int | None] = 1  # without a written cache; None if it depends on the arguments
     MOST_RESULTS: ClassVar[int] = 1  # without a written cache, if NUM_RESULTS is None
-    LSE: ClassVar[int] = 1  # the index of the result lse, which has a gradient if the operation has one
     WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
     # Those of them that are often constants: the gradient `d_<name>` is computed only if `return_d_<name>` asks for it.
     OFTEN_CONSTANT: ClassVar[tuple[str, ...]] = ()
+    # The arguments of `<operation>_backward` that the forward's do not include, each with the index of a result: the
+    # gradients with respect to results, of which the first is 0 and others are None if unused, and results themselves.
+    RESULT_GRADIENTS: ClassVar[Mapping[str, int]] = {"d_out": 0, "d_lse": 1}
+    SAVED_RESULTS: ClassVar[Mapping[str, int]] = {"out": 0, "lse": 1}
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
     CACHE: ClassVar[str]  # the name of the KV cache's argument; a write writes it

@@ -56,6 +56,10 @@ class Arrays(Protocol):
 
     def cast(self, array: Any, dtype: str) -> Any: ...
 
+    def constant(self, array: Any) -> Any:
+        """The array, through which nothing is differentiated."""
+        ...
+
     def copy(self, array: Any) -> Any:
         """A snapshot of the array, which later writes to the array do not change."""
         ...

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragged_attention.calls.base import Call, Result, record
+from ragged_attention.calls.base import Call, Result, gradients_of, record
 from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
@@ -28,6 +28,7 @@ from ragged_attention.calls.paged import (
     expect_packed_rows,
     live_sequences,
 )
+from ragged_attention.calls.varlen import like_q
 from ragged_attention.errors import InvalidInput
 
 E4M3 = "float8_e4m3fn"
@@ -67,32 +68,58 @@ class IndexerSelection(IndexerQueries):
 class KeysCall(PagesCall):
     """The base of records with index queries, and with keys that are packed or lie in pages.
 
-    Each query sees a range of packed keys (`starts`, `stops`), or the causal part of its sequence's pages.
+    Each query sees a range of packed keys (`starts`, `stops`), the packed keys in its list (`indices`), or the causal
+    part of its sequence's pages.
     """
 
     CACHE: ClassVar[str] = "keys"
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = (("starts", "stops"), TABLES)  # arguments that go together
+    # The arguments that only one form has, by an argument of that form.
+    OF_FORMS: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "starts": ("relative", "max_keys"),
+        "page_indices": ("num_seqs", "ratio"),
+    }
 
     q: Any
     keys: Any
     key_scale: Any
     starts: Any
     stops: Any
+    indices: Any = None  # a list of packed keys for each query
     relative: bool  # whether columns count from each query's first packed key
     max_keys: int | None
     ratio: int  # the number of tokens per key in a page
 
     def _expect_one_form(self) -> None:
-        """Raise unless keys are packed and given ranges, or paged and given tables."""
-        ranges = [name for name in ("starts", "stops") if getattr(self, name) is not None]
-        tables = [name for name in TABLES if getattr(self, name) is not None]
-        if (len(ranges), len(tables)) not in ((2, 0), (0, 3)):
-            got = ", ".join(ranges + tables) or "neither"
-            raise InvalidInput(f"expected starts and stops, or {', '.join(TABLES)}, got {got}")
+        """Raise unless the call has the arguments of one form, which says where keys are and which a query sees."""
+        names = [name for form in self.FORMS for name in form if getattr(self, name) is not None]
+        form = next((form for form in self.FORMS if [*form] == names), None)
+        if form is None:
+            got = ", ".join(names) or "neither"
+            raise InvalidInput(f"expected {', or '.join(map(_listed, self.FORMS))}, got {got}")
         changed = self.changed()
-        for name in ("relative", "max_keys") if tables else ("num_seqs", "ratio"):
-            if name in changed:
-                wanted, other = ("starts and stops", "page_indices") if tables else ("page_indices", "starts and stops")
-                raise InvalidInput(f"expected {name} only with {wanted}, got it with {other}")
+        for owner, others in self.OF_FORMS.items():
+            for name in others:
+                if name in changed and owner not in form:
+                    wanted, other = (_short(each) for each in (self._form_of(owner), form))
+                    raise InvalidInput(f"expected {name} only with {wanted}, got it with {other}")
+
+    def _check_queries(self) -> None:
+        expect_index_dim("q.shape[2]", self.head_dim)
+        expect_nonempty("q", "num_heads", self.num_heads)
+        self._expect_one_form()
+
+    def _expect_max_keys(self) -> None:
+        if self.max_keys is not None and not self.relative:
+            raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
+
+    def _form_of(self, name: str) -> tuple[str, ...]:
+        return next(form for form in self.FORMS if name in form)
+
+    @property
+    def listed(self) -> bool:
+        """Whether each query has a list of packed keys."""
+        return self.indices is not None
 
     @property
     def key_dtypes(self) -> tuple[str, ...]:
@@ -117,7 +144,8 @@ class KeysCall(PagesCall):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        return live_sequences(super().prepare(arguments, arrays))
+        prepared = super().prepare(arguments, arrays)
+        return live_sequences(prepared) if "num_seqs" in prepared else prepared
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
         """Refuse gaps between the rows of a page of bytes, which holds all values and then all scales."""
@@ -158,6 +186,8 @@ class KeysCall(PagesCall):
     @property
     def columns(self) -> int:
         """The number of positions that a query may see."""
+        if self.listed:
+            return self.indices.shape[1]
         if self.paged:
             return self.pages_per_seq * self.page_size
         return self.keys.shape[0] if self.max_keys is None else self.max_keys
@@ -177,6 +207,15 @@ class KeysCall(PagesCall):
             check_ranges(self.starts, self.stops, self.keys.shape[0])
 
 
+def _listed(form: tuple[str, ...]) -> str:
+    return " and ".join(form) if len(form) < 3 else ", ".join(form)
+
+
+def _short(form: tuple[str, ...]) -> str:
+    """The name of a form in an error message, of which the tables are too long to list."""
+    return _listed(form) if len(form) < 3 else form[0]
+
+
 @record
 class IndexerCall(IndexerQueries, KeysCall):
     """The base of the records with queries, weights, and the keys that each query sees."""
@@ -193,12 +232,9 @@ class IndexerCall(IndexerQueries, KeysCall):
     ratio: int = field(Integer(least=1), default=1)
 
     def _check(self, sizes: Sizes) -> None:
-        expect_index_dim("q.shape[2]", self.head_dim)
-        expect_nonempty("q", "num_heads", self.num_heads)
-        self._expect_one_form()
+        self._check_queries()
         self._expect_keys()
-        if self.max_keys is not None and not self.relative:
-            raise InvalidInput(f"expected max_keys only with relative=True, got {self.max_keys}")
+        self._expect_max_keys()
 
     def _expect_keys(self) -> None:
         if self.paged and len(self.keys.shape) == 4:
@@ -219,12 +255,66 @@ def check_ranges(starts: Any, stops: Any, limit: int) -> None:
             raise InvalidInput(f"expected {name}[{bad[0]}] between 0 and {limit}, got {edges[bad[0]]}")
 
 
+KEY_LISTS = ArrayKind("T L", INT32)
+FORMS_WITH_LISTS = (("starts", "stops"), ("indices",), TABLES)
+
+
 @record
 class IndexerLogits(IndexerCall):
     """The arguments of `indexer_logits`, whose docstring explains them."""
 
+    DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "keys", "weights")
+    RESULT_GRADIENTS: ClassVar[Mapping[str, int]] = {"d_logits": 0}
+    SAVED_RESULTS: ClassVar[Mapping[str, int]] = {}
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = FORMS_WITH_LISTS
+
+    indices: Any = field(KEY_LISTS, default=None)
+
     def results(self) -> tuple[Result, ...]:
         return (Result((self.num_tokens, self.columns), "float32"),)
+
+    @classmethod
+    def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
+        where = "where a gradient is required"
+        if arguments["page_indices"] is not None:
+            raise InvalidInput(f"expected packed keys, with starts and stops or indices, {where}, got page_indices")
+        own, got = (dtype_name(arguments[name]) for name in ("q", "keys"))
+        if own not in FLOATS:
+            raise InvalidInput(f"expected q.dtype to be {' or '.join(FLOATS)} {where}, got {own}")
+        if got != own:
+            raise InvalidInput(f"expected keys.dtype to be that of q, {own}, {where}, got {got}")
+
+
+@record
+class IndexerLogitsBackward(KeysCall):
+    """The arguments of `indexer_logits_backward`, whose docstring explains them."""
+
+    NUM_RESULTS: ClassVar[int | None] = 3
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = FORMS_WITH_LISTS[:2]
+    OF_FORMS: ClassVar[Mapping[str, tuple[str, ...]]] = {"starts": ("relative", "max_keys")}
+
+    d_logits: Any = field(ArrayKind("T C", ("float32",), checked_last=True))
+    q: Any = field(ArrayKind("T H D", FLOATS))
+    keys: Any = field(ArrayKind("N D", like_q, unit_stride=True))
+    weights: Any = field(ArrayKind("T H", ("float32",)))
+    key_scale: Any = field(ArrayKind("N", ("float32",)), default=None)
+    starts: Any = field(ArrayKind("T", INT32), default=None)
+    stops: Any = field(ArrayKind("T", INT32), default=None)
+    relative: bool = field(Flag(), default=False)
+    max_keys: int | None = field(Integer(least=1), default=None)
+    indices: Any = field(KEY_LISTS, default=None)
+
+    # Keys in pages have no gradient.
+    page_indices = kv_lens = cu_q_lens = num_seqs = None
+    ratio = 1
+
+    def _check(self, sizes: Sizes) -> None:
+        self._check_queries()
+        self._expect_max_keys()
+        sizes["C"] = self.columns
+
+    def results(self) -> tuple[Result, ...]:
+        return gradients_of(self, IndexerLogits)
 
 
 @record

@@ -130,7 +130,8 @@ class SparseMlaPrefill(SparsePrefillCall):
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True
     NUM_RESULTS: ClassVar[int | None] = 3
-    LSE: ClassVar[int] = 2
+    RESULT_GRADIENTS: ClassVar[Mapping[str, int]] = {"d_out": 0, "d_lse": 2}
+    SAVED_RESULTS: ClassVar[Mapping[str, int]] = {"out": 0, "lse": 2}
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ("q", "kv", "sinks")
 
     q: Any = field(Q_PACKED)

@@ -27,7 +27,7 @@ from ragged_attention.errors import InvalidInput
 
 LATENTS = ("k", "kv", "kv_cache", "cache", "extra_kv_cache")  # [..., K, D], but their kinds name no axes
 SUMS_OVER_HEADS = ("indexer_logits",)  # a rank's result is a partial sum
-NEEDS_ALL_HEADS = ("indexer_topk",)  # the selected keys depend on the sum over all heads
+NEEDS_ALL_HEADS = ("indexer_topk", "attention_target")  # results depend on the sum over all heads
 # One latent row serves all heads, and rows of K or V may have no axis of heads.
 WITHOUT_HEADS = ("quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv")
 
@@ -60,6 +60,9 @@ class Heads:
             return False
         expect_divisible(f"{self.name} of {argument}", count, size, "the mesh's size")
         return True
+
+
+SERVES_ALL = Heads(-3, "K")  # of keys [N, D], which have no axis of heads: one KV head serves all queries
 
 
 def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
@@ -110,7 +113,7 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
     arguments = heads_of_arguments(record)
     if record.OPERATION.endswith("_backward"):
         forward = CALLS[record.OPERATION.removesuffix("_backward")]
-        return [(name, arguments[name]) for name in forward.DIFFERENTIABLE]
+        return [(name, arguments.get(name, SERVES_ALL)) for name in forward.DIFFERENTIABLE]
     query = next((name for name, heads in arguments.items() if heads.letter == "H"), None)
     if query is None:
         return [None] * len(ranks)

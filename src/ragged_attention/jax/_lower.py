@@ -42,6 +42,9 @@ class JaxArrays:
     def cast(self, array: Any, dtype: str) -> jax.Array:
         return jnp.asarray(array, dtype)
 
+    def constant(self, array: jax.Array) -> jax.Array:
+        return jax.lax.stop_gradient(array)
+
     def copy(self, array: jax.Array) -> jax.Array:
         return array
 
@@ -222,19 +225,20 @@ def _run(
         results = compute(arrays)
         # Static, as what is saved can only be in its structure.
         differentiated = {record.name_of(index): () for index, primal in given.items() if primal.perturbed}
-        return results, (arrays, results[0], results[record.LSE], differentiated)
+        return results, (arrays, {name: results[index] for name, index in record.SAVED_RESULTS.items()}, differentiated)
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
         if gradient is None:
             raise RuntimeError(record.no_gradient())
-        arrays, out, lse, differentiated = saved
-        known = join(record, arrays, statics)
+        arrays, results, differentiated = saved
+        known = join(record, arrays, statics) | results
         record.expect_gradient(known)
-        # The cotangent of an unused result is a SymbolicZero.
-        d_out, d_lse = (
-            None if isinstance(each, SymbolicZero) else each for each in (cotangents[0], cotangents[record.LSE])
-        )
-        known |= {"out": out, "lse": lse, "d_lse": d_lse, "d_out": jnp.zeros_like(out) if d_out is None else d_out}
+        for name, index in record.RESULT_GRADIENTS.items():
+            towards = cotangents[index]
+            if isinstance(towards, SymbolicZero):  # the result is unused
+                result: Any = towards.aval
+                towards = None if index else jnp.zeros(result.shape, result.dtype)
+            known[name] = towards
         known |= record.requests_of_gradients(differentiated)
         backward = CALLS[f"{record.OPERATION}_backward"]
         arguments = {name: known[name] for name in backward.KINDS}

@@ -13,6 +13,7 @@ from ragged_attention.operations.mla import Latent
 from ragged_attention.operations.norm_rope import NormRope
 from ragged_attention.operations.paged import Paged
 from ragged_attention.operations.ragged_mla import RaggedLatent
+from ragged_attention.operations.targets import Targets
 from ragged_attention.operations.varlen import Varlen
 
 
@@ -25,6 +26,7 @@ class Operations(
     Latent[Array, Memory],
     RaggedLatent[Array, Memory],
     Indexer[Array, Memory],
+    Targets[Array, Memory],
     Blocks[Array, Memory],
 ):
     """Every operation, on arrays of one framework."""

@@ -3,7 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ragged_attention.calls import IndexerLogits, IndexerTopk, QuantizeIndexerKeys, TopKIndices, WriteIndexerCache
+from ragged_attention.calls import (
+    IndexerLogits,
+    IndexerLogitsBackward,
+    IndexerTopk,
+    QuantizeIndexerKeys,
+    TopKIndices,
+    WriteIndexerCache,
+)
 from ragged_attention.operations.base import Array, FrontEnd, Memory
 
 
@@ -26,6 +33,7 @@ class Indexer(FrontEnd[Array, Memory]):
         cu_q_lens: Array | None = None,
         num_seqs: int | Array | None = None,
         ratio: int = 1,
+        indices: Array | None = None,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
@@ -33,9 +41,10 @@ class Indexer(FrontEnd[Array, Memory]):
 
             logits[t, s] = (sum over h of weights[t, h] * relu(q[t, h] . key[s])) * key_scale[s]
 
-        Shapes in letters: T query tokens, H heads of the indexer, D its head size, N packed keys, P pages of G
-        positions, S sequences, at most M pages per sequence. Keys have one head. They are packed, with a range for each
-        query in `starts` and `stops`, or paged, with the tables of ragged paged attention; both or neither is an error.
+        Shapes in letters: T query tokens, H heads of the indexer, D its head size, N packed keys, L listed keys per
+        query, P pages of G positions, S sequences, at most M pages per sequence. Keys have one head. They are packed,
+        with a range for each query in `starts` and `stops` or a list for each query in `indices`, or paged, with the
+        tables of ragged paged attention; a call has exactly one of these three forms.
 
         Args:
             q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn, whose scales belong in `weights`. D is a multiple
@@ -53,25 +62,85 @@ class Indexer(FrontEnd[Array, Memory]):
                 `j < (kv_len - q_len + i + 1) // ratio`. A page index outside [0, P) makes its positions invisible.
             ratio: the number of tokens that one row of a paged cache stands for, as in the compressed attention of
                 DeepSeek-V4; `kv_lens` counts tokens.
-            backend, options: as in `ragged_paged_attention`.
+            indices: i32 [T, L], the rows of packed keys that each query sees, in any order, as `indexer_topk` returns
+                them: column j of row t is key `indices[t, j]`. An index outside [0, N), such as -1, is no key.
+            backend: as in `ragged_paged_attention`. The gradient runs on it too if it offers
+                `indexer_logits_backward`.
+            options: as in `ragged_paged_attention`. The gradient uses the options that the configuration has for
+                `indexer_logits_backward`.
 
         Returns:
-            f32 [T, N], [T, max_keys] or [T, M * G]; -inf for keys that a query does not see, and in rows of padding.
+            f32 [T, N], [T, max_keys], [T, L] or [T, M * G]; -inf for keys that a query does not see, and in rows of
+            padding.
             Products and sums are in float32 (an e4m3 product on Hopper keeps fewer bits). A NaN key makes the logits
             NaN for queries that see it, and for no others.
+
+            Differentiable with respect to q, keys and weights, by reverse mode, once, if keys are packed and of q's
+            dtype, bfloat16, float16 or float32. `indexer_logits_backward` has the rules. There is no gradient with
+            respect to `key_scale`, or of keys in pages.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The score is that of DeepSeek-V3.2's technical report; ranges, `key_scale` and pages of bytes are DeepGEMM's.
-        There is no gradient.
         """
         arguments = dict(
             q=q, keys=keys, weights=weights, key_scale=key_scale, starts=starts, stops=stops, relative=relative,
             max_keys=max_keys, page_indices=page_indices, kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
-            ratio=ratio,
+            ratio=ratio, indices=indices,
         )  # fmt: skip
         return self.run(IndexerLogits, arguments, backend, options)
+
+    def indexer_logits_backward(
+        self,
+        d_logits: Array,
+        q: Array,
+        keys: Array,
+        weights: Array,
+        *,
+        key_scale: Array | None = None,
+        starts: Array | None = None,
+        stops: Array | None = None,
+        relative: bool = False,
+        max_keys: int | None = None,
+        indices: Array | None = None,
+        backend: str | Sequence[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> tuple[Array, Array, Array]:
+        """The gradient of `indexer_logits` over packed keys, for automatic differentiation and other training loops.
+
+        With product = q[t, h] . key[s], and g[t, s] = d_logits[t, s] * key_scale[s]:
+
+            d_q[t, h] = sum over s of g[t, s] * weights[t, h] * (product > 0) * key[s]
+            d_key[s] = sum over t and h of g[t, s] * weights[t, h] * (product > 0) * q[t, h]
+            d_weights[t, h] = sum over s of g[t, s] * relu(product)
+
+        Letters as in `indexer_logits`.
+
+        Args:
+            d_logits: f32 [T, columns], the gradient of a scalar with respect to the logits. It is ignored, and may be
+                NaN, for keys that a query does not see, whose logits are -inf.
+            q: [T, H, D] bfloat16, float16 or float32.
+            keys: [N, D] of q's dtype.
+            weights, key_scale, starts, stops, relative, max_keys, indices: the arguments of `indexer_logits`.
+            backend, options: as in `ragged_paged_attention`.
+
+        Returns:
+            d_q and d_keys of the shapes and dtypes of q and keys, and d_weights f32 [T, H]. The derivative of relu at 0
+            is 0. A query that sees no key, and a key that no query sees, get 0, even if they hold NaN. A key that a
+            list names twice counts twice. Sums are in float32, in the same order in every run.
+
+        Raises:
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+
+        Training with sparse attention, as DeepSeek-V3.2's technical report describes it, needs logits and gradients at
+        the selected keys alone (`indices`), and its dense warm-up at all keys.
+        """
+        arguments = dict(
+            d_logits=d_logits, q=q, keys=keys, weights=weights, key_scale=key_scale, starts=starts, stops=stops,
+            relative=relative, max_keys=max_keys, indices=indices,
+        )  # fmt: skip
+        return self.run(IndexerLogitsBackward, arguments, backend, options)
 
     def indexer_topk(
         self,

@@ -108,6 +108,19 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
         {"num_queries_per_block": 1, "num_keys_per_block": 128},
         {"num_queries_per_block": 3, "num_keys_per_block": 384},
     ),
+    "indexer_logits_backward": (
+        {"block_n": 16, "chunk_tokens": 1},
+        {"block_h": 32, "block_n": 32, "chunk_tokens": 3},
+        {"block_rows": 4, "block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
+    "attention_target": (
+        {"block_h": 32, "block_n": 16, "block_d": 16},
+        {"block_rows": 4, "block_kv": 8},
+        {"block_q": 1, "block_kv": 8},
+        {"block_q": 3, "block_kv": 24},
+    ),
     "indexer_topk": (
         {"walk": True, "chunk": 3, "num_splits": 3, "select_block": 64},
         {"walk": False, "block_n": 32, "block_t": 2, "chunk": 5},

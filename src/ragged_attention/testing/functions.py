@@ -47,6 +47,8 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "norm_rope_write": ("q",),
     "latent_norm_rope_write": ("q",),
     "indexer_logits": ("logits",),
+    "attention_target": ("target",),
+    "indexer_logits_backward": ("d_q", "d_keys", "d_weights"),
     "indexer_topk": ("indices",),
     "top_k_indices": ("indices",),
     "block_scores": ("scores",),

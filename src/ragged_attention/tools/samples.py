@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import itertools
+import math
 import types
 from typing import Any
 
@@ -282,6 +283,11 @@ class LatentSample(AnySample):
             "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0, "key_ranges": ranges_of(self),
         }  # fmt: skip
+        if operation == "attention_target":
+            count = math.prod(self._rows().shape[:2])  # of pages and positions, or of rows with one KV head
+            arguments |= {"keys": FakeArray((count, self.width), self.dtype)}
+            if not self.topk:
+                arguments |= {"starts": True, "stops": True}
         if operation == "write_mla_cache":
             arguments["d_v"] = None if self.rope_scale is None else self.d_v
         if operation == "latent_norm_rope_write":
@@ -354,6 +360,7 @@ class IndexerSample(AnySample):
     max_num_seqs: int = 32
     max_len: int = 4096  # tokens
     packed: bool = False  # all keys in one array, with a range for each query
+    listed: bool = False  # all keys in one array, with a list of `top_k` of them for each query
     ratio: int = 1
     top_k: int = 2048
     candidate_blocks: int = 0  # number of blocks in each query's list; 0: no lists
@@ -376,7 +383,12 @@ class IndexerSample(AnySample):
 
     def _axes(self) -> dict[str, int]:
         axes = {"D": self.head_dim, "N": self.max_len, "M": self.pages_per_seq, "B": self.candidate_blocks}
-        return super()._axes() | axes
+        return super()._axes() | axes | {"L": self.top_k, "C": self.top_k if self.listed else self.num_keys}
+
+    @property
+    def num_keys(self) -> int:
+        """The number of packed keys."""
+        return self.max_num_seqs * self.max_len
 
     def _arguments(self, operation: str) -> dict[str, Any]:
         is_8_bit = self.dtype == "float8_e4m3fn"
@@ -385,15 +397,22 @@ class IndexerSample(AnySample):
             "cache": self._cache("uint8"),
             "candidate_block_size": self.candidate_block_size if self.candidate_blocks else None,
         }
-        if self.packed or operation == "top_k_indices":
+        gradient = operation == "indexer_logits_backward"
+        over_lists = self.listed and (gradient or operation == "indexer_logits")
+        if over_lists:
+            arguments |= {"indices": True}
+        elif self.packed or gradient or operation == "top_k_indices":
             arguments |= {"starts": True, "stops": True}
         else:
             arguments |= TABLES
-        if not self.packed:
+        if gradient:  # 8-bit queries and keys have none
+            dtype = "bfloat16" if is_8_bit else self.dtype
+            shape = (self.num_tokens, self.num_q_heads, self.head_dim)
+            return arguments | {"q": FakeArray(shape, dtype), "keys": FakeArray((self.num_keys, self.head_dim), dtype)}
+        if not (self.packed or over_lists):
             return arguments | {"keys": self._cache(self.cache_dtype)}
-        count = self.max_num_seqs * self.max_len
-        scale = FakeArray((count,), "float32") if is_8_bit else None
-        return arguments | {"keys": FakeArray((count, self.head_dim), self.dtype), "key_scale": scale}
+        scale = FakeArray((self.num_keys,), "float32") if is_8_bit else None
+        return arguments | {"keys": FakeArray((self.num_keys, self.head_dim), self.dtype), "key_scale": scale}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -47,6 +47,9 @@ class TorchArrays:
     def cast(self, array: torch.Tensor, dtype: str) -> torch.Tensor:
         return array.to(DTYPES[dtype])
 
+    def constant(self, array: torch.Tensor) -> torch.Tensor:
+        return array.detach()
+
     def copy(self, array: torch.Tensor) -> torch.Tensor:
         return array.clone()
 
@@ -267,31 +270,38 @@ def _fake(record: type[Call]) -> Callable[..., Any]:
 def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., None]]:
     """The backward function and the function that saves tensors for it, for `torch.library.register_autograd`.
 
-    The gradient is the operation `<operation>_backward`, which takes the forward arguments by name. Only out, the first
-    result, and lse have gradients. The requests in force during the forward select its backend.
+    The gradient is the operation `<operation>_backward`, which takes the forward arguments by name. The results in
+    RESULT_GRADIENTS have gradients, others are constants. The requests in force during the forward select its backend.
     """
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    def save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         for index, needed in enumerate(ctx.needs_input_grad[: len(inputs)]):
             if needed and (reason := record.no_gradient_of(index)) is not None:
                 raise RuntimeError(reason)
+        results = output if isinstance(output, tuple) else (output,)
         ctx.set_materialize_grads(False)  # the gradient of an unused lse is None, not zeros
-        ctx.mark_non_differentiable(*[each for index, each in enumerate(output) if index not in (0, record.LSE)])
+        differentiable = record.RESULT_GRADIENTS.values()
+        ctx.mark_non_differentiable(*[each for index, each in enumerate(results) if index not in differentiable])
         ctx.indices = [index for index, value in enumerate(inputs) if isinstance(value, torch.Tensor)]
-        ctx.save_for_backward(*(inputs[index] for index in ctx.indices), output[0], output[record.LSE])
+        saved = [results[index] for index in record.SAVED_RESULTS.values()]
+        ctx.save_for_backward(*(inputs[index] for index in ctx.indices), *saved)
         ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
         ctx.request = _request(gradient.OPERATION, inputs[-2])
 
-    def differentiate(ctx: Any, d_out: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[Any, ...]:
-        *tensors, out, lse = ctx.saved_tensors
+    def differentiate(ctx: Any, *towards: torch.Tensor | None) -> tuple[Any, ...]:
         inputs = list(ctx.others)
-        for index, tensor in zip(ctx.indices, tensors, strict=True):
+        if all(each is None for each in towards):
+            return (None,) * len(inputs)
+        tensors = ctx.saved_tensors
+        for index, tensor in zip(ctx.indices, tensors, strict=False):
             inputs[index] = tensor
         arguments = record.unflatten(inputs[:-2])
         record.expect_gradient(arguments)
-        d_out = torch.zeros_like(out) if d_out is None else d_out
-        arguments |= {"out": out, "lse": lse, "d_out": d_out, "d_lse": others[record.LSE - 1]}
+        arguments |= zip(record.SAVED_RESULTS, tensors[len(ctx.indices) :], strict=True)
+        arguments |= {name: towards[index] for name, index in record.RESULT_GRADIENTS.items()}
+        if towards[0] is None:  # then another result has a gradient, and the first one is saved
+            arguments[next(iter(record.RESULT_GRADIENTS))] = torch.zeros_like(tensors[len(ctx.indices)])
         differentiated = [name for name in record.DIFFERENTIABLE if ctx.needs_input_grad[record.RANGES[name][0]]]
         arguments |= record.requests_of_gradients(differentiated)
         results = getattr(torch.ops.ragged_attention, gradient.OPERATION)(*gradient.flatten(arguments), *ctx.request)

@@ -54,7 +54,7 @@ Group = dist.ProcessGroup | None
 
 # ---- heads: how DTensor divides each operator
 
-GRADIENTS = ("d_out", "d_lse")  # arguments that autograd places; the caller places all others
+GRADIENTS = ("d_out", "d_lse", "d_logits")  # arguments that autograd places; the caller places all others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ tokens of the block. It transposes the tile first, so that a vector holds one co
 weights and the sum over heads then stay in registers. No sum runs over keys, so there is nothing to merge: logits are
 written to the result or, for a top-k, to scratch memory; the last split of a block to finish selects from it.
 
-With candidates, a block is one token, and a key is identified by its index in the token's list of candidates.
+With candidates, a block is one token, and a key is identified by its index in the token's list of candidates. With
+lists of packed keys (`key_lists`), a block is one token too, and a key is identified by its entry in the list.
 """
 
 import numpy as np
@@ -48,15 +49,17 @@ from ragged_attention.portable.numba._vectors import (
 
 FIELDS = _records.Fields(
     operands=("q", "keys", "weights", "key_scale", "starts", "stops", "page_indices", "kv_lens", "cu_q_lens",
-              "cu_kv_lens", "num_seqs", "candidate_blocks"),
+              "cu_kv_lens", "num_seqs", "candidate_blocks", "key_lists"),
     results=("logits", "indices"),
     numbers=(
-        "num_tokens", "num_heads", "head_dim", "key_format", "in_bytes", "num_pages", "page_size", "packed", "relative",
+        "num_tokens", "num_heads", "head_dim", "key_format", "in_bytes", "num_pages", "page_size", "packed", "listed",
+        "relative",
         "columns", "max_num_seqs", "layout", "capacity", "ratio", "top_k", "num_candidates", "candidate_block_size",
         "block_q", "block_kv",
     ),
     plan=("units", "num_units", "work", "counters", "partials", "row_floats", "longest"),
-    strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidate_blocks": "token"}
+    strides={"q": "token head", "weights": "token", "page_indices": "seq", "candidate_blocks": "token",
+             "key_lists": "token"}
     | dict.fromkeys(("keys", "key_scale"), "page slot"),
     formats=("q",),
     floats=("work",),
@@ -81,6 +84,8 @@ def tokens_of(call, seq):
 @compiled
 def seen_by(call, seq, token, stop):
     """The range (first, one past the last) of keys that a token sees; its sequence's last token is `stop` - 1."""
+    if call.listed:
+        return 0, call.columns
     if call.packed:
         start = within(int32_at(call.starts, token), call.page_size)
         end = within(int32_at(call.stops, token), call.page_size)
@@ -108,7 +113,7 @@ def block_of(call, seq, first, stop):
     if call.candidate_block_size:
         longest = max_candidates(call, longest)
         return last, 0, longest, longest
-    while last < min(stop, first + call.block_q):
+    while last < min(stop, first + call.block_q) and not call.listed:
         left, right = seen_by(call, seq, last, stop)
         length = max(longest, right - left)
         if call.top_k and (last + 1 - first) * length > MAX_FLOATS:
@@ -127,8 +132,9 @@ def divide(call, units):
             last, low, high, longest = block_of(call, seq, first, stop)
             if call.top_k:
                 num_splits = splits_of((last - first) * (high - low), high - low, call.work, SHARES, 0)
-            else:  # all columns, since those that no token sees are written too; packed keys may outnumber them
-                low, high = 0, max(call.columns, call.page_size) if call.packed else call.columns
+            else:  # all columns, since those that no token sees are written too; keys of ranges may outnumber them
+                ranges = call.packed and not call.listed
+                low, high = 0, max(call.columns, call.page_size) if ranges else call.columns
                 num_splits = (high + SPAN - 1) // SPAN
             step = _records.up_to((high - low + num_splits - 1) // max(num_splits, 1), COLUMNS)
             for split in range(num_splits if units else 0):
@@ -302,7 +308,7 @@ def list_run(call, tile, seq, position, key, most):
 
 
 @compiled
-def list_next(call, tile, seq, base, first, count):
+def list_next(call, tile, seq, token, base, first, count):
     """List the addresses of the next `count` keys, from key `first` on, and of their scales, and prefetch the keys.
 
     The prefetches overlap with the work on the current keys. Returns how many of the next keys have no page.
@@ -312,6 +318,12 @@ def list_next(call, tile, seq, base, first, count):
         position, run = first + key, count - key
         if call.candidate_block_size:
             position, run = int32_at(tile.places, position) + base, 1
+        if call.listed:
+            position, run = int32_at(call.key_lists, token * call.key_lists_token_stride + position), 1
+            if position < 0 or position >= call.page_size:
+                set_int(tile.next_sources, key, 0)
+                key, holes = key + 1, holes + 1
+                continue
         run, missing = list_run(call, tile, seq, position, key, run)
         key, holes = key + run, holes + missing
     return holes
@@ -403,12 +415,12 @@ def score_keys(call, tile, unit, rows):
         low, high = min(low, int_at(tile.left, token)), max(high, int_at(tile.right, token))
     low, high = max(low, unit.low), min(high, unit.high)
     base = base_of(call, seq, first, stop)
-    next_holes = list_next(call, tile, seq, base, low, min(tile.keys, high - low))
+    next_holes = list_next(call, tile, seq, first, base, low, min(tile.keys, high - low))
     for start in range(low, high, tile.keys):
         count, holes, after = min(tile.keys, high - start), next_holes, start + tile.keys
         advance(tile)
         read_keys(call, tile, count)
-        next_holes = list_next(call, tile, seq, base, after, min(tile.keys, high - after))
+        next_holes = list_next(call, tile, seq, first, base, after, min(tile.keys, high - after))
         for token in range(tokens):
             left, right = int_at(tile.left, token) - start, min(int_at(tile.right, token) - start, count)
             begin = max(left, 0)

@@ -11,6 +11,7 @@ from ragged_attention.portable.numba._kernels import Kernel
 KERNEL = Kernel("indexer", _indexer.FIELDS, _indexer.plan, _indexer.work)
 LOGITS_FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
+    "indices",
 })  # fmt: skip
 
 
@@ -48,5 +49,7 @@ def run(call: IndexerLogits | IndexerTopk, tile: Tile, launch: Any) -> Any:
             numbers["num_candidates"] = call.candidate_blocks.shape[1]
     (result,) = call.results()
     operands, results = {"keys": keys, "key_scale": call.key_scale}, {name: (result.shape, result.dtype)}
-    axes = dict.fromkeys(operands, "page slot" if call.paged else "slot")
+    if call.listed:
+        operands["key_lists"] = launch.packed(call.indices)
+    axes: dict[str, str] = dict.fromkeys(("keys", "key_scale"), "page slot" if call.paged else "slot")
     return KERNEL.launch(launch, call, tile, operands, numbers, axes=axes, results=results)[name]

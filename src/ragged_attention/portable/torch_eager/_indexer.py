@@ -129,12 +129,16 @@ class Keys:
     def at(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Float32 keys [n, D] in columns [n], their scales [n] or None, and a mask [n] as in `_slots`."""
         slots, valid = self._slots(block, columns)
+        return *self.at_slots(slots), valid
+
+    def at_slots(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Float32 keys [n, D] at slots [n], or rows of packed keys, and their scales [n] or None."""
         values = self.values.at(slots)
         values = e4m3_to_float32(values) if self.codes else to_float32(values)
         scales = None if self.scales is None else self.scales.at(slots)
         if scales is not None and self.call.bytes:
             scales = scales.view(torch.float32)[:, 0]
-        return values, scales, valid
+        return values, scales
 
     def _slots(self, block: Block, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The slots of columns, with page 0 for invalid pages, and a mask of those on valid pages (None if packed)."""
@@ -175,8 +179,13 @@ def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor
     """The sum over heads h of weight[h] * relu(q[h] . key), float32 [tokens, n]."""
     q = to_float32(call.q[tokens])
     products = torch.mm(q.flatten(0, 1), keys.t())
-    torch.maximum(products, products.new_zeros(()), out=products)  # relu that keeps NaN
+    relu(products)
     return torch.bmm(call.weights[tokens].unsqueeze(1), products.unflatten(0, q.shape[:2])).squeeze(1)
+
+
+def relu(products: torch.Tensor) -> torch.Tensor:
+    """The products, of which negative ones are replaced by 0 in place; NaN stays NaN."""
+    return torch.maximum(products, products.new_zeros(()), out=products)
 
 
 def largest(logits: torch.Tensor, top_k: int) -> torch.Tensor:

@@ -14,8 +14,8 @@ from ragged_attention.portable.torch_eager._latents import Tile as Tile
 from ragged_attention.portable.torch_eager._latents import heuristic as heuristic
 from ragged_attention.portable.torch_eager._lists import Lists, lists_by_head
 from ragged_attention.portable.torch_eager._softmax import RowTerms, wide
+from ragged_attention.portable.torch_eager._sums import ORDERED, add_rows
 
-ORDERED = ("cpu", "cuda", "rocm")  # platforms on which torch can accumulate by index in a fixed order
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 
 
@@ -63,13 +63,5 @@ def _block(
         dq.baddbmm_(d_logits, rows, alpha=call.scale)
         more = torch.bmm(d_logits.transpose(1, 2), scaled)
         more[..., : call.d_v].baddbmm_(weights.transpose(1, 2), terms.d_out)
-        _add(d_rows, some.reshape(-1), more.flatten(0, 1), call.deterministic)
+        add_rows(d_rows, some.reshape(-1), more.flatten(0, 1), call.deterministic)
     return dq, terms.d_sinks.sum(0)
-
-
-def _add(total: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor, deterministic: bool) -> None:
-    """Add each row to `total` at its slot: in order on a CPU, on a GPU in any order unless `deterministic`."""
-    if deterministic and total.device.type != "cpu":
-        total.index_put_((slots,), rows, accumulate=True)
-    else:
-        total.index_add_(0, slots, rows)

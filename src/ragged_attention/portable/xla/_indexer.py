@@ -67,10 +67,7 @@ def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Arr
 
 def _packed_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Array:
     limit, size = call.keys.shape[0], min(tile.block_q, call.num_tokens)
-    starts, stops = (jnp.clip(edges, 0, min(limit, LARGEST_INT32)) for edges in (call.starts, call.stops))
-    stops = jnp.maximum(starts, stops)
-    if call.relative:
-        stops = starts + jnp.minimum(stops - starts, min(call.columns, LARGEST_INT32))
+    starts, stops = packed_ranges(call)
 
     def add(index: jax.Array, results: jax.Array) -> jax.Array:
         first = jnp.minimum(index * size, call.num_tokens - size)
@@ -79,6 +76,16 @@ def _packed_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.
         return put(results, rows(seen, _logits(call, seen, limit, tile.block_kv)), row, seen.own)
 
     return fori_loop(0, -(-call.num_tokens // size), add, results)
+
+
+def packed_ranges(call: Any) -> tuple[jax.Array, jax.Array]:
+    """The packed keys [start, stop) that each token sees, clamped to the keys and columns that exist, i32 [T]."""
+    limit = call.keys.shape[0]
+    starts, stops = (jnp.clip(edges, 0, min(limit, LARGEST_INT32)) for edges in (call.starts, call.stops))
+    stops = jnp.maximum(starts, stops)
+    if call.relative:
+        stops = starts + jnp.minimum(stops - starts, min(call.columns, LARGEST_INT32))
+    return starts, stops
 
 
 def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Rows) -> jax.Array:

@@ -17,6 +17,7 @@ from ragged_attention.portable.xla._latents import Latents
 from ragged_attention.portable.xla._lists import slots_by_head, tile_for
 from ragged_attention.portable.xla._ragged import at, put
 from ragged_attention.portable.xla._softmax import RowTerms, dot, wide
+from ragged_attention.portable.xla._sums import added
 from ragged_attention.portable.xla._tile import Tile as Tile
 
 Arrays = tuple[jax.Array, ...]
@@ -108,32 +109,10 @@ def _tile(
         more = dot("bgn,bgd->bnd", d_products, q)
         more = more.at[..., : call.d_v].add(dot("bgn,bgd->bnd", weights, terms.d_out))
         where = jnp.where(seen, slots * num_kv_heads + queries.head[:, None], len(d_rows)).reshape(-1)
-        d_rows = _added(call, d_rows, where, more.reshape(len(where), -1))
+        sort = call.deterministic and call.device.platform != "cpu"
+        d_rows = added(d_rows, where, more.reshape(len(where), -1), sort=sort)
         return dq + dot("bgn,bnd->bgd", d_products, rows), d_rows
 
     count = (jnp.where(own, queries.lens, 0).max() + (block_kv - 1)) // block_kv
     dq, d_rows = fori_loop(jnp.int32(0), count, step, (jnp.zeros_like(q), d_rows))
     return dq, d_rows, terms.d_sinks
-
-
-def _added(call: SparseMlaPrefillBackward, total: jax.Array, where: jax.Array, rows: jax.Array) -> jax.Array:
-    """`total` [M, D] with rows [n, D] added at indices `where` [n]; a row with index M is ignored.
-
-    XLA adds rows in order on a CPU, but in any order on a GPU. For a fixed order on a GPU, the rows are sorted by
-    index, a scan sums the rows of each index in fixed pairs, and each index is written once.
-    """
-    if not call.deterministic or call.device.platform == "cpu":
-        return total.at[where].add(rows, mode="drop")
-    order = jnp.argsort(where, stable=True)
-    where, rows = where[order], rows[order]
-    begins = jnp.concatenate([jnp.ones(1, bool), where[1:] != where[:-1]])
-
-    def join(left: Arrays, right: Arrays) -> Arrays:
-        return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
-
-    _, sums = lax.associative_scan(join, (begins[:, None], rows))
-    ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)])
-    # Rows that are not the last of their index get indices beyond `total`, all different, and are dropped.
-    dropped = len(total) + jnp.arange(len(where), dtype=where.dtype)
-    where = jnp.where(ends & (where < len(total)), where, dropped)
-    return total.at[where].add(sums, mode="drop", unique_indices=True)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.indexer.gradients import LogitsGradientBatch, LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import (
     QuantizeKeysBatch,
     QuantizeKeysSpec,
@@ -14,6 +15,7 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysSpec,
 )
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec, TopkBatch
+from ragged_attention.testing.indexer.targets import TargetBatch, TargetSpec
 from ragged_attention.testing.integers import INT32
 
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
@@ -75,6 +77,90 @@ ON_EVERY_PATH = (
     "as in the model", "prefill as in the model", "every edge at once", "packed as DeepGEMM has it",
     "packed, wild ranges", "relative, fewer columns", "ratio 4", "invalid page indices", "decode of a long sequence",
 )  # fmt: skip
+
+# Lists of packed keys.
+LISTED: dict[str, IndexerSpec] = {
+    "lists": IndexerSpec(lens=MIXED, packed=True, listed=6, dtype="bfloat16", poison=True),
+    "lists as in the model": IndexerSpec(lens=((40, 150), (3, 300)), packed=True, listed=70, heads=64, head_dim=128,
+                                         dtype="bfloat16", scaled=True, poison=True),
+    "lists, e4m3 queries and keys": IndexerSpec(lens=MIXED, packed=True, listed=6, dtype=E4M3, head_dim=32, heads=8,
+                                                scaled=True, poison=True),
+    "lists, e4m3 keys": IndexerSpec(lens=MIXED, packed=True, listed=6, dtype="float16", cache_dtype=E4M3, scaled=True),
+    "lists of any keys": IndexerSpec(lens=MIXED, packed=True, listed=20, ranges="any", heads=5, strided=True),
+    "lists, wild ones": IndexerSpec(lens=MIXED, packed=True, listed=20, ranges="wild", poison=True),
+    "lists of one entry": IndexerSpec(lens=MIXED, packed=True, listed=1, heads=1),
+    "lists, head size 256": IndexerSpec(lens=MIXED, packed=True, listed=40, head_dim=256, heads=17, dtype="float16"),
+    "lists, more than 64 heads": IndexerSpec(lens=MIXED, packed=True, listed=9, heads=70, dtype="bfloat16"),
+    "lists without entries": IndexerSpec(lens=MIXED, packed=True, listed=0),
+    "lists, no keys": IndexerSpec(lens=((2, 0),), packed=True, listed=3, ranges="wild"),
+    "lists, no queries": IndexerSpec(lens=((0, 9),), packed=True, listed=3),
+    "lists, NaN and infinities that are seen": IndexerSpec(lens=MIXED, packed=True, listed=9, special=True),
+}  # fmt: skip
+LISTED_ON_EVERY_PATH = ("lists as in the model", "lists, wild ones", "lists of any keys")
+
+# Gradients of the logits.
+PLAIN: dict[str, Any] = {"packed": True, "poison": True}
+GRADIENTS: dict[str, IndexerSpec] = {
+    **{name: spec for name, spec in LISTED.items() if not spec.special and E4M3 not in (spec.dtype, spec.cache_dtype)},
+    "ranges": IndexerSpec(lens=MIXED, **PLAIN),
+    "ranges, bfloat16": IndexerSpec(lens=MIXED, **PLAIN, dtype="bfloat16", scaled=True),
+    "ranges as in the model": IndexerSpec(lens=((40, 150), (3, 300)), **PLAIN, heads=64, head_dim=128,
+                                          dtype="bfloat16", scaled=True),
+    "any ranges": IndexerSpec(lens=MIXED, **PLAIN, ranges="any", scaled=True, dtype="float16"),
+    "wild ranges": IndexerSpec(lens=MIXED, **PLAIN, ranges="wild", strided=True),
+    "relative": IndexerSpec(lens=MIXED, **PLAIN, relative=True, scaled=True),
+    "relative, fewer columns": IndexerSpec(lens=MIXED, **PLAIN, relative=True, max_keys=6, dtype="bfloat16"),
+    "relative, more columns than keys": IndexerSpec(lens=((2, 3),), **PLAIN, relative=True, max_keys=100),
+    "relative, wild ranges": IndexerSpec(lens=MIXED, **PLAIN, relative=True, ranges="wild"),
+    "every edge": IndexerSpec(lens=ALL_EDGES, **PLAIN),
+    "one head": IndexerSpec(lens=MIXED, **PLAIN, heads=1, dtype="float16"),
+    "17 heads": IndexerSpec(lens=MIXED, **PLAIN, heads=17, head_dim=48),
+    "more than 64 heads": IndexerSpec(lens=MIXED, **PLAIN, heads=70, dtype="bfloat16"),
+    "head size 256": IndexerSpec(lens=MIXED, **PLAIN, head_dim=256, dtype="bfloat16"),
+    "head size 80": IndexerSpec(lens=MIXED, **PLAIN, head_dim=80),
+    "products of 0": IndexerSpec(lens=MIXED, **PLAIN, exact=True, heads=8),
+    "products of 0 in lists": IndexerSpec(lens=MIXED, **PLAIN, exact=True, heads=8, listed=12, ranges="any"),
+    "numbers where logits are -inf": IndexerSpec(lens=MIXED, packed=True, ranges="any"),
+    "numbers where lists have none": IndexerSpec(lens=MIXED, packed=True, ranges="any", listed=12),
+    "no keys": IndexerSpec(lens=((2, 0),), packed=True),
+    "no queries": IndexerSpec(lens=((0, 9),), packed=True),
+    "a long prefill": IndexerSpec(lens=((150, 400), (90, 90)), **PLAIN, dtype="bfloat16", heads=4),
+}  # fmt: skip
+GRADIENTS_ON_EVERY_PATH = (
+    "ranges as in the model", "lists as in the model", "wild ranges", "lists, wild ones", "relative, fewer columns",
+    "more than 64 heads", "lists, more than 64 heads",
+)  # fmt: skip
+
+# Targets of training; a row of latents is a key.
+LATENTS: dict[str, Any] = {"packed": True, "poison": True, "head_dim": 576, "dtype": "bfloat16"}
+TARGETS: dict[str, TargetSpec] = {
+    "lists": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=6)),
+    "lists as in the model": TargetSpec(of=IndexerSpec(lens=((20, 150), (3, 300)), **LATENTS, listed=70, heads=128)),
+    "lists of a part of the keys": TargetSpec(of=IndexerSpec(lens=MIXED, **LATENTS, listed=9, heads=16), wider=True),
+    "lists, lengths": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9, dtype="float16"), lens="any"),
+    "lists, wild lengths": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9, ranges="any"), lens="wild"),
+    "lists, wild ones": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=20, ranges="wild")),
+    "lists, strided": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=20, ranges="any", strided=True)),
+    "lists of one entry": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=1, heads=1)),
+    "lists, 70 heads": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9, heads=70, dtype="bfloat16")),
+    "lists, some heads without keys": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9), blind_heads=0.5),
+    "lists, no head has keys": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9), blind_heads=1.0),
+    "lists without entries": TargetSpec(of=IndexerSpec(lens=MIXED, packed=True, listed=0)),
+    "lists, no keys": TargetSpec(of=IndexerSpec(lens=((2, 0),), packed=True, listed=3, ranges="wild")),
+    "no queries": TargetSpec(of=IndexerSpec(lens=((0, 9),), packed=True, listed=3)),
+    "rows of 1024": TargetSpec(of=IndexerSpec(lens=MIXED, packed=True, listed=9, head_dim=1024, dtype="float16")),
+    "a scale": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=9), sm_scale=-0.5),
+    "ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, heads=17)),
+    "ranges as in the model": TargetSpec(of=IndexerSpec(lens=((20, 150), (3, 300)), **LATENTS, heads=128)),
+    "any ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, ranges="any", dtype="float16"), blind_heads=0.2),
+    "wild ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, ranges="wild", strided=True)),
+    "relative": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, relative=True)),
+    "relative, fewer columns": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, relative=True, max_keys=6)),
+    "relative, wild ranges": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, relative=True, ranges="wild")),
+    "ranges, no keys": TargetSpec(of=IndexerSpec(lens=((2, 0),), packed=True)),
+}  # fmt: skip
+TARGETS_ON_EVERY_PATH = ("lists as in the model", "lists, wild lengths", "wild ranges", "relative, fewer columns")
+TARGET_CORNERS: dict[str, Callable[[], TargetBatch]] = {name: spec.build for name, spec in TARGETS.items()}
 
 # Exact logits, so that there is one answer.
 EXACT: dict[str, IndexerSpec] = {
@@ -162,8 +248,11 @@ def _fewer_sequences() -> IndexerBatch:
 
 
 LOGITS_CORNERS: dict[str, Callable[[], IndexerBatch]] = {
-    **{name: spec.build for name, spec in SPECS.items()},
+    **{name: spec.build for name, spec in (SPECS | LISTED).items()},
     "sequences that do not count": _fewer_sequences,
+}
+GRADIENT_CORNERS: dict[str, Callable[[], LogitsGradientBatch]] = {
+    name: LogitsGradientSpec(of=spec).build for name, spec in GRADIENTS.items()
 }
 TOPK_CORNERS: dict[str, Callable[[], TopkBatch]] = {name: spec.build_topk for name, spec in SPECS.items()}
 EXACT_CORNERS: dict[str, Callable[[], TopkBatch]] = {

@@ -1,11 +1,13 @@
 """Garbage for the indexer: any int32 in every index array."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.testing.indexer.gradients import LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import (
     QuantizeKeysSpec,
     SelectBatch,
@@ -13,7 +15,8 @@ from ragged_attention.testing.indexer.key_specs import (
     WriteKeysBatch,
     WriteKeysSpec,
 )
-from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec, KeysBatch, TopkBatch
+from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec, KeysBatch, TopkBatch
+from ragged_attention.testing.indexer.targets import TargetSpec
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.runner import Runner
 
@@ -52,7 +55,7 @@ def garbage_call(seed: int) -> TopkBatch:
 
 def wild_arrays(rng: np.random.Generator, batch: KeysBatch) -> dict[str, NDArray[np.int32]]:
     """Garbage for some of a call's index arrays, by name."""
-    near = {"starts": len(batch.keys), "stops": len(batch.keys), "page_indices": len(batch.keys)}
+    near = dict.fromkeys(("starts", "stops", "indices", "page_indices"), len(batch.keys))
     near |= {"kv_lens": 40, "cu_q_lens": len(batch.q), "num_seqs": 3, "candidate_blocks": 9}
     wild = {}
     for name, limit in near.items():
@@ -83,11 +86,45 @@ def garbage_select(seed: int) -> SelectBatch:
     return SelectSpec(rows=3, columns=int(np.random.default_rng(seed).integers(0, 90)), edges="wild", seed=seed).build()
 
 
+def garbage_logits(seed: int) -> IndexerBatch:
+    """A call of the logits, some of them over lists."""
+    if seed % 3:
+        return garbage_call(seed).logits_call()
+    rng = np.random.default_rng(seed)
+    spec = dataclasses.replace(garbage_spec(rng, seed), packed=True, ratio=1, relative=False, cache_dtype=None)
+    batch = dataclasses.replace(spec, listed=int(rng.choice([1, 5, 20]))).build()
+    return batch.change(**wild_arrays(rng, batch))
+
+
 def _logits(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
-    batch = garbage_call(seed)
-    logits = runner.run("indexer_logits", batch.logits_call(), options=options)
+    batch = garbage_logits(seed)
+    logits = runner.run("indexer_logits", batch, options=options)
     if ascends(batch) and np.isnan(logits).any():
         raise AssertionError("expected no NaN from finite inputs, got some")
+
+
+def _logits_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    rng = np.random.default_rng(seed)
+    relative = bool(rng.random() < 0.5)
+    spec = dataclasses.replace(garbage_spec(rng, seed), packed=True, ratio=1, relative=relative, cache_dtype=None)
+    if rng.random() < 0.5:
+        spec = dataclasses.replace(spec, relative=False, listed=int(rng.choice([1, 5, 20])))
+    batch = LogitsGradientSpec(of=spec).build()
+    found = runner.run("indexer_logits_backward", batch.change(**wild_arrays(rng, batch)), options=options)
+    if not all(np.isfinite(array).all() for array in found):
+        raise AssertionError("expected finite gradients from finite inputs, got others")
+
+
+def _target(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
+    rng = np.random.default_rng(seed)
+    spec = dataclasses.replace(garbage_spec(rng, seed), packed=True, ratio=1, cache_dtype=None, scaled=False)
+    if listed := bool(rng.random() < 0.5):
+        spec = dataclasses.replace(spec, relative=False, listed=int(rng.choice([1, 5, 20])))
+    batch = TargetSpec(of=spec, wider=True, lens="wild" if listed and rng.random() < 0.5 else None).build()
+    # The lse of lists that are not known before is any number.
+    batch = batch.change(lse=np.where(batch.lse == -np.inf, 9, batch.lse + 9), **wild_arrays(rng, batch))
+    if not np.isfinite(runner.run("attention_target", batch, options=options)).all():
+        raise AssertionError("expected finite numbers from finite inputs, got others")
 
 
 def _topk(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
@@ -114,6 +151,8 @@ def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 # What is fed garbage, by the operation whose options it takes.
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
     ("indexer_logits", _logits),
+    ("indexer_logits_backward", _logits_backward),
+    ("attention_target", _target),
     ("indexer_topk", _topk),
     ("top_k_indices", _select),
     ("quantize_indexer_keys", _quantize),

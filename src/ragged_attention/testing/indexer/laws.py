@@ -4,11 +4,14 @@ Logits are exact in these batches, small integers, so that a choice has to be th
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ragged_attention.testing.compare import identical
+from ragged_attention.testing.indexer.gradients import NAMES, LogitsGradientBatch, LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import SelectBatch
 from ragged_attention.testing.indexer.specs import BYTES, IndexerBatch, IndexerSpec, TopkBatch
 from ragged_attention.testing.runner import Runner
@@ -112,6 +115,99 @@ def the_same_bits_again(runner: Runner, spec: IndexerSpec) -> None:
     identical(runner.run("indexer_topk", batch), first[1], "positions")
 
 
+# ---- the gradient of the logits, of integers too: sums are exact in any order
+
+
+def gradient_of(runner: Runner, batch: LogitsGradientBatch) -> tuple[NDArray[Any], ...]:
+    return runner.run("indexer_logits_backward", batch)
+
+
+def same_gradients(got: Iterable[Any], want: Iterable[Any]) -> None:
+    for name, mine, theirs in zip(NAMES, got, want, strict=True):
+        identical(mine, theirs, name)
+
+
+def linear_in_d_logits(runner: Runner, spec: LogitsGradientSpec) -> None:
+    batch = spec.build()
+    other = np.random.default_rng(spec.of.seed).integers(-2, 3, batch.d_logits.shape).astype(np.float32)
+    parts = gradient_of(runner, batch), gradient_of(runner, batch.change(d_logits=other))
+    sums = gradient_of(runner, batch.change(d_logits=2 * batch.d_logits - other))
+    same_gradients(sums, [2 * one - another for one, another in zip(*parts, strict=True)])
+
+
+def queries_add_up(runner: Runner, spec: LogitsGradientSpec) -> None:
+    """Calls of parts of the queries give the rows of these, and gradients of keys whose sum is that of one call."""
+    batch = spec.build()
+    d_q, d_keys, d_weights = gradient_of(runner, batch)
+    d_keys_of_parts = np.zeros_like(d_keys)
+    for rows, alone in batch.parts():
+        part = gradient_of(runner, alone)
+        identical(part[0], d_q[rows], "d_q of a part")
+        identical(part[2], d_weights[rows], "d_weights of a part")
+        d_keys_of_parts += part[1]
+    identical(d_keys_of_parts, d_keys, "d_keys")
+
+
+def ranges_are_lists(runner: Runner, spec: LogitsGradientSpec) -> None:
+    """Each row's range as a list, in another order, has the same logits and the same gradients."""
+    batch = dataclasses.replace(spec, of=dataclasses.replace(spec.of, listed=None)).build()
+    rng, most = np.random.default_rng(spec.of.seed), max((len(columns) for _, columns, _ in batch.seen()), default=0)
+    indices, d_logits = np.full((len(batch.q), most + 1), -1, np.int32), np.full((len(batch.q), most + 1), np.nan)
+    for token, columns, rows in batch.seen():
+        order = rng.permutation(len(columns))
+        indices[token, : len(columns)], d_logits[token, : len(columns)] = (
+            rows[order],
+            batch.d_logits[token, columns[order]],
+        )
+    none = {"starts": None, "stops": None, "relative": False, "max_keys": None}
+    listed = batch.change(indices=indices, d_logits=d_logits.astype(np.float32), **none)
+    same_gradients(gradient_of(runner, listed), gradient_of(runner, batch))
+
+
+def keys_may_move(runner: Runner, spec: LogitsGradientSpec) -> None:
+    """A permutation of listed keys permutes their gradients, and changes nothing else."""
+    batch = dataclasses.replace(
+        spec, of=dataclasses.replace(spec.of, listed=spec.of.listed or 5, relative=False, max_keys=None)
+    ).build()
+    assert batch.indices is not None
+    order = np.random.default_rng(spec.of.seed).permutation(len(batch.keys))
+    known = (batch.indices >= 0) & (batch.indices < len(order))
+    places = np.argsort(order).astype(np.int32)
+    moved = batch.indices.copy()
+    moved[known] = places[batch.indices[known]]
+    scale = None if batch.key_scale is None else batch.key_scale[order]
+    d_q, d_keys, d_weights = gradient_of(runner, batch.change(keys=batch.keys[order], key_scale=scale, indices=moved))
+    same_gradients((d_q, d_keys[places], d_weights), gradient_of(runner, batch))
+
+
+def unseen_has_no_gradient(runner: Runner, spec: LogitsGradientSpec) -> None:
+    """What takes no part changes no gradient and has the gradient 0."""
+    batch = spec.build()
+    d_q, d_keys, d_weights = got = gradient_of(runner, batch.poisoned())
+    same_gradients(got, gradient_of(runner, batch))
+    idle, unread = np.ones(len(d_q), bool), np.ones(len(d_keys), bool)
+    for token, _, rows in batch.seen():
+        idle[token], unread[rows] = False, False
+    if d_q[idle].any() or d_keys[unread].any() or d_weights[idle].any():
+        raise AssertionError("expected gradients of 0 for what takes no part, got others")
+
+
+def the_same_gradients_again(runner: Runner, spec: LogitsGradientSpec) -> None:
+    batch = dataclasses.replace(spec, of=dataclasses.replace(spec.of, exact=False)).build()
+    first = gradient_of(runner, batch)
+    for _ in range(3):
+        same_gradients(gradient_of(runner, batch), first)
+
+
+GradientLaw = Callable[[Runner, LogitsGradientSpec], None]
+GRADIENT_LAWS: dict[str, GradientLaw] = {
+    "gradients are linear": linear_in_d_logits,
+    "gradients of parts of the queries add up": queries_add_up,
+    "ranges are lists": ranges_are_lists,
+    "listed keys may move": keys_may_move,
+    "what takes no part has no gradient": unseen_has_no_gradient,
+    "the same gradients again": the_same_gradients_again,
+}
 LAWS: dict[str, Law] = {
     "a top-k of more than is seen lists all of it": all_that_is_seen,
     "keys that no query sees take no part": unseen_takes_no_part,

@@ -120,9 +120,10 @@ class KeysBatch(Arrays):
             return rows, self.change(**{name: getattr(self, name)[rows] for name in self.OF_TOKENS}, **others)
 
         if self.page_indices is None:
-            assert self.starts is not None and self.stops is not None  # noqa: PT018
             cuts = [slice(0, len(self.q) // 2), slice(len(self.q) // 2, None)]
-            return [part(rows, starts=self.starts[rows], stops=self.stops[rows]) for rows in cuts]
+            ranges = {name: getattr(self, name, None) for name in ("starts", "stops", "indices", "topk_lens")}
+            given = {name: array for name, array in ranges.items() if array is not None}
+            return [part(rows, **{name: array[rows] for name, array in given.items()}) for rows in cuts]
         assert self.kv_lens is not None
         found = []
         for seq, (start, stop) in enumerate(self.bounds()):
@@ -178,6 +179,20 @@ class IndexerBatch(KeysBatch):
     weights: NDArray[np.float32]
     relative: bool = False
     ratio: int = 1
+    indices: NDArray[np.int32] | None = None
+
+    @property
+    def columns(self) -> int:
+        return super().columns if self.indices is None else self.indices.shape[1]
+
+    def seen(self) -> Iterator[tuple[int, NDArray[np.int64], Any]]:
+        if self.indices is None:
+            yield from super().seen()
+            return
+        for token, entries in enumerate(self.indices.astype(np.int64)):
+            columns = np.flatnonzero((entries >= 0) & (entries < len(self.keys)))
+            if len(columns):
+                yield token, columns, entries[columns]
 
     @property
     def from_own_start(self) -> bool:
@@ -207,6 +222,9 @@ class TopkBatch(IndexerBatch):
     top_k: int
     candidate_blocks: NDArray[np.int32] | None = None
     candidate_block_size: int | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        return {name: value for name, value in super().arguments().items() if name != "indices"}
 
 
 def pages_of_bytes(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
@@ -240,6 +258,7 @@ class IndexerSpec:
     invalid_pages: bool = False
     repeated_pages: bool = False  # each sequence lists one page all over
     ranges: str = "causal"  # of packed keys: causal, any, or wild int32
+    listed: int | None = None  # the number of entries in each token's list, which replaces its range of packed keys
     relative: bool = False
     max_keys: int | None = None
     top_k: int = 4
@@ -312,7 +331,22 @@ class IndexerSpec:
             found = {name: rng.integers(-2, limit + 3, len(starts), np.int32) for name in found}
         elif self.ranges == "wild":
             found = {name: garbage(rng, len(starts), limit) for name in found}
+        if self.listed is not None:
+            return self._keys(rng, (limit,)) | {"indices": self._lists(rng, found["starts"], found["stops"], limit)}
         return self._keys(rng, (limit,)) | found | {"relative": self.relative, "max_keys": self.max_keys}
+
+    def _lists(self, rng: np.random.Generator, starts: Any, stops: Any, limit: int) -> NDArray[np.int32]:
+        """Lists of packed keys: a choice among those of each token's causal range, then -1; or any numbers."""
+        shape = (len(starts), self.listed or 0)
+        if self.ranges == "wild":
+            return garbage(rng, shape, limit)
+        if self.ranges == "any":
+            return rng.integers(-1, limit + 2, shape, np.int32)
+        lists = np.full(shape, -1, np.int32)
+        for row, start, stop in zip(lists, starts, stops, strict=True):
+            chosen = np.sort(rng.permutation(np.arange(start, stop))[: shape[1]])
+            row[: len(chosen)] = chosen
+        return lists
 
     def _tables(self, rng: np.random.Generator) -> dict[str, Any]:
         used = [-(-(kv_len // self.ratio) // self.page_size) for _, kv_len in self.lens]

@@ -1,11 +1,14 @@
 """Hypothesis strategies of the indexer's calls: they draw a structure and a seed."""
 
+import dataclasses
 from typing import Any
 
 from hypothesis import strategies as st
 
+from ragged_attention.testing.indexer.gradients import LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import QuantizeKeysSpec, SelectSpec, WriteKeysSpec
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec
+from ragged_attention.testing.indexer.targets import TargetSpec
 from ragged_attention.testing.paged.strategies import SEEDS, sequence
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -51,6 +54,40 @@ def indexer_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> Inde
         "seed": draw(SEEDS),
     }
     return IndexerSpec(**drawn | fixed)
+
+
+@st.composite
+def listed_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> IndexerSpec:
+    """Any valid call of the logits over lists of packed keys."""
+    spec = draw(indexer_specs(clean=clean, packed=True, relative=False, max_keys=None, ratio=1, cache_dtype=None))
+    listed = draw(st.sampled_from([5, 1, 16, 40]))
+    return dataclasses.replace(spec, **{"listed": listed} | fixed)
+
+
+@st.composite
+def logits_gradient_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> LogitsGradientSpec:
+    """Any valid gradient of the logits, over ranges or lists. `fixed` are fields of the forward call."""
+    dtype = draw(st.sampled_from(DTYPES))
+    given: dict[str, Any] = {"dtype": dtype, "cache_dtype": None, "special": False, **fixed}
+    if draw(st.booleans()):
+        return LogitsGradientSpec(of=draw(listed_specs(clean=clean, **given)))
+    return LogitsGradientSpec(of=draw(indexer_specs(clean=clean, packed=True, ratio=1, **given)))
+
+
+@st.composite
+def target_specs(draw: st.DrawFn, *, clean: bool = False) -> TargetSpec:
+    """Any valid target, over ranges or lists."""
+    given: dict[str, Any] = {"cache_dtype": None, "special": False, "scaled": False}
+    given |= {"dtype": draw(st.sampled_from(DTYPES)), "head_dim": draw(st.sampled_from([*HEAD_DIMS, 576]))}
+    listed = draw(st.booleans())
+    spec = draw(listed_specs(clean=clean, **given) if listed else indexer_specs(clean=clean, packed=True, **given))
+    return TargetSpec(
+        of=spec,
+        sm_scale=draw(st.sampled_from([None, 0.25])) if spec.head_dim <= 48 else None,
+        blind_heads=draw(st.sampled_from([0.0, 0.0, 0.3, 1.0])),
+        wider=draw(st.booleans()),
+        lens=draw(st.sampled_from([None, "any", "wild"])) if listed else None,
+    )
 
 
 select_specs = st.builds(

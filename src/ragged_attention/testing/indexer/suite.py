@@ -5,7 +5,9 @@ from typing import Any
 
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.indexer import corners as named
-from ragged_attention.testing.indexer.laws import LAWS
+from ragged_attention.testing.indexer import targets
+from ragged_attention.testing.indexer.gradients import check_gradient
+from ragged_attention.testing.indexer.laws import GRADIENT_LAWS, LAWS
 from ragged_attention.testing.indexer.oracle import (
     check_exact_topk,
     check_logits,
@@ -17,14 +19,19 @@ from ragged_attention.testing.indexer.oracle import (
 from ragged_attention.testing.indexer.specs import IndexerBatch, IndexerSpec
 from ragged_attention.testing.indexer.strategies import (
     indexer_specs,
+    listed_specs,
+    logits_gradient_specs,
     quantize_keys_specs,
     select_specs,
+    target_specs,
     write_keys_specs,
 )
 
 CheckOf = Callable[..., None]
 CORNERS: tuple[tuple[str, CheckOf, Mapping[str, Callable[[], Any]]], ...] = (
     ("indexer logits", check_logits, named.LOGITS_CORNERS),
+    ("indexer gradient", check_gradient, named.GRADIENT_CORNERS),
+    ("indexer target", targets.check_target, named.TARGET_CORNERS),
     ("indexer top-k", check_topk, named.TOPK_CORNERS),
     ("indexer top-k, exact", check_exact_topk, named.EXACT_CORNERS),
     ("indexer selection", check_select, named.SELECT_CORNERS),
@@ -32,10 +39,18 @@ CORNERS: tuple[tuple[str, CheckOf, Mapping[str, Callable[[], Any]]], ...] = (
     ("indexer keys written", check_write_keys, named.WRITE_CORNERS),
 )
 ON_EVERY_PATH: tuple[tuple[str, str, CheckOf, Mapping[str, Callable[[], Any]], tuple[str, ...]], ...] = (
-    ("indexer logits", "indexer_logits", check_logits, named.LOGITS_CORNERS, named.ON_EVERY_PATH),
+    (
+        "indexer logits", "indexer_logits", check_logits, named.LOGITS_CORNERS,
+        (*named.ON_EVERY_PATH, *named.LISTED_ON_EVERY_PATH),
+    ),
+    (
+        "indexer gradient", "indexer_logits_backward", check_gradient, named.GRADIENT_CORNERS,
+        named.GRADIENTS_ON_EVERY_PATH,
+    ),
+    ("indexer target", "attention_target", targets.check_target, named.TARGET_CORNERS, named.TARGETS_ON_EVERY_PATH),
     ("indexer top-k", "indexer_topk", check_exact_topk, named.EXACT_CORNERS, named.EXACT_ON_EVERY_PATH),
     ("indexer selection", "top_k_indices", check_select, named.SELECT_CORNERS, named.SELECT_ON_EVERY_PATH),
-)
+)  # fmt: skip
 
 
 def corners() -> Iterator[Check]:
@@ -54,6 +69,12 @@ def agreement() -> Iterator[Check]:
     yield Check(
         "agreement", "indexer logits on drawn batches", on_drawn_paths("indexer_logits", check_logits, indexer_specs())
     )
+    listed = on_drawn_paths("indexer_logits", check_logits, listed_specs())
+    yield Check("agreement", "indexer logits of drawn lists", listed)
+    gradients = on_drawn_paths("indexer_logits_backward", check_gradient, logits_gradient_specs())
+    yield Check("agreement", "indexer gradients on drawn batches", gradients)
+    drawn_targets = on_drawn_paths("attention_target", targets.check_target, target_specs())
+    yield Check("agreement", "indexer targets on drawn batches", drawn_targets)
     topk = indexer_specs().map(_Topk)
     yield Check("agreement", "indexer top-k on drawn batches", on_drawn_paths("indexer_topk", check_topk, topk))
     exact = indexer_specs(exact=True).map(_Topk)
@@ -84,3 +105,8 @@ class _Topk:
 def laws() -> Iterator[Check]:
     for name, law in LAWS.items():
         yield Check("law", f"indexer, {name}", on_drawn(law, indexer_specs(clean=True, exact=True), 0.3))
+    for name, target_law in targets.LAWS.items():
+        yield Check("law", f"indexer, {name}", on_drawn(target_law, target_specs(clean=True), 0.3))
+    clean = logits_gradient_specs(clean=True, exact=True, dtype="float32")
+    for name, gradient_law in GRADIENT_LAWS.items():
+        yield Check("law", f"indexer, {name}", on_drawn(gradient_law, clean, 0.3))
