@@ -516,7 +516,7 @@ INDEXER = [
     block_scores(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=4, got 6", keys=ones(6, 4, 16)),
     block_scores(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=2, got 0", q=ones(4, 0, 16)),
     block_scores(InvalidInput, "expected key_scale.shape to be [N, K] = [6, 2], got [6]", key_scale=ones(6)),
-    block_scores(InvalidInput, f"{ONE_FORM} stops", starts=None),
+    block_scores(InvalidInput, "expected starts and stops, or page_indices, kv_lens, cu_q_lens, got stops", starts=None),
     block_scores(InvalidInput, "expected num_seqs only with page_indices, got it with starts and stops", num_seqs=2),
     block_scores(InvalidInput, "expected max_keys >= 1, got 0", max_keys=0),
     blocks(InvalidInput, "expected max_keys only with starts and stops, got it with page_indices", max_keys=9),

@@ -219,6 +219,7 @@ SERVED_SPECS = {
 
 
 def laws() -> Iterator[Check]:
+    """The laws on their corner cases, and on drawn batches."""
     for name, check, spec, drawn in LAWS:
         yield Check("law", f"batch invariant, {name}", on_corner(check, lambda spec=spec: spec))
         if drawn is not None:

@@ -1,0 +1,259 @@
+"""Train a layer of DeepSeek's sparse attention: first dense, then its indexer, then both with the keys it selects.
+
+    python examples/train_deepseek.py
+
+takes about half a minute on one core. A sequence lists pairs of a key and a value, then asks for the value of each key,
+so one layer of attention learns it, whose queries share one latent row for each token. Three stages follow DeepSeek-
+V3.2's report:
+
+1. Attention to all earlier tokens is trained by the loss of the answers.
+2. Warm-up: the layer is frozen. The indexer learns to give each token the share that attention gives it.
+3. Each query attends to the few tokens that the indexer selects, and both are trained, the indexer on these tokens.
+
+In the first step of each stage all gradients are compared with those of the formulas in float64, by torch's autograd.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+
+from ragged_attention.demo.torch_model import device_named, one_thread
+from ragged_attention.torch import attention_target, indexer_logits, indexer_topk, sparse_mla_prefill
+
+WIDTH, HEADS, LATENT = 64, 4, 64  # of the residual stream, of attention
+INDEX_HEADS, INDEX_WIDTH = 4, 32
+SYMBOLS = 64  # keys, and as many values
+BOUND = 1e-4  # of a gradient's largest entry: sums are in float32
+Weights = dict[str, torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Sequences of the same length, packed one after the other."""
+
+    tokens: torch.Tensor  # [T]
+    previous: torch.Tensor  # [T], the token before each
+    answers: torch.Tensor  # [T], the value to predict; -100 where there is no question
+    starts: torch.Tensor  # i32 [T], the first key that each query sees
+    stops: torch.Tensor  # i32 [T], one past the last
+
+    def all_earlier(self, length: int) -> torch.Tensor:
+        """The lists i32 [T, length] of all keys that each query sees, then -1."""
+        keys = self.starts[:, None] + torch.arange(length, dtype=torch.int32, device=self.tokens.device)
+        return torch.where(keys < self.stops[:, None], keys, -1)
+
+
+def batch_of(arguments: argparse.Namespace, generator: torch.Generator, device: torch.device) -> Batch:
+    """Random pairs, and questions for their values in another order; an answer follows its question."""
+    shape = (arguments.sequences, SYMBOLS)
+    keys, order = (torch.rand(shape, generator=generator).argsort(1)[:, : arguments.pairs] for _ in range(2))
+    order = torch.rand(keys.shape, generator=generator).argsort(1)
+    values = torch.randint(SYMBOLS, keys.shape, generator=generator)
+    pairs = torch.stack([keys, SYMBOLS + values], 2)
+    asked = pairs.gather(1, order[..., None].expand_as(pairs))
+    answers = torch.stack([asked[..., 1] - SYMBOLS, torch.full_like(order, -100)], 2)
+    tokens = torch.cat([pairs, asked], 1).flatten(1)
+    answers = torch.cat([torch.full_like(pairs, -100), answers], 1).flatten(1)
+    length = tokens.shape[1]
+    place = torch.arange(tokens.numel())
+    starts = place - place % length
+    previous = F.pad(tokens[:, :-1], (1, 0), value=2 * SYMBOLS)
+    parts = (tokens.flatten(), previous.flatten(), answers.flatten(), starts.int(), (place + 1).int())
+    return Batch(*(part.to(device) for part in parts))
+
+
+def initial_weights(generator: torch.Generator) -> Weights:
+    shapes = {
+        "embedding": (2 * SYMBOLS, WIDTH), "before": (2 * SYMBOLS + 1, WIDTH), "queries": (WIDTH, HEADS * LATENT),
+        "latents": (WIDTH, LATENT), "output": (HEADS * LATENT, WIDTH), "unembedding": (WIDTH, SYMBOLS),
+        "index_queries": (WIDTH, INDEX_HEADS * INDEX_WIDTH), "index_keys": (WIDTH, INDEX_WIDTH),
+        "index_weights": (WIDTH, INDEX_HEADS),
+    }  # fmt: skip
+    scale = {"embedding": 1.0, "before": 1.0}
+    return {name: torch.randn(shape, generator=generator) * scale.get(name, shape[0] ** -0.5)
+            for name, shape in shapes.items()}  # fmt: skip
+
+
+OF_INDEXER = ("index_queries", "index_keys", "index_weights")
+
+
+def projected(weights: Weights, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """The queries [T, H, D] and latents [T, 1, D] of attention; the queries, keys and weights of the indexer.
+
+    No gradient reaches the layer through the indexer.
+    """
+    x = weights["embedding"][batch.tokens] + weights["before"][batch.previous]
+    q = (x @ weights["queries"]).unflatten(1, (HEADS, LATENT))
+    latents = (x @ weights["latents"])[:, None]
+    index_q, index_keys, index_weights = (x.detach() @ weights[name] for name in OF_INDEXER)
+    return q, latents, index_q.unflatten(1, (INDEX_HEADS, INDEX_WIDTH)), index_keys, index_weights
+
+
+def loss_of_answers(weights: Weights, batch: Batch, out: torch.Tensor) -> torch.Tensor:
+    logits = out.flatten(1) @ weights["output"] @ weights["unembedding"]
+    return F.cross_entropy(logits, batch.answers)
+
+
+def divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    """The mean over tokens of the divergence of the softmax of scores, -inf where there is no key, from a target."""
+    log_shares = scores.log_softmax(-1).masked_fill(scores == -torch.inf, 0)  # where the target is 0
+    return F.kl_div(log_shares, target, reduction="sum") / len(target)
+
+
+# ---- the stages
+
+
+def dense_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
+    q, latents, *_ = projected(weights, batch)
+    lists = batch.all_earlier(arguments.length)[:, None]
+    out, _, _ = sparse_mla_prefill(q, latents, lists, d_v=LATENT, backend=arguments.backend)
+    return loss_of_answers(weights, batch, out)
+
+
+def warm_up_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
+    q, latents, *indexer = projected(weights, batch)
+    q, latents = q.detach(), latents.detach()
+    lists, seen = batch.all_earlier(arguments.length)[:, None], {"starts": batch.starts, "stops": batch.stops}
+    _, _, lse = sparse_mla_prefill(q, latents, lists, d_v=LATENT, backend=arguments.backend)
+    target = attention_target(q, latents, lse, **seen, backend=arguments.backend)
+    return divergence(target, indexer_logits(*indexer, **seen, backend=arguments.backend))
+
+
+def selected(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
+    """The lists i32 [T, top_k] of the keys that the indexer selects."""
+    _, _, *indexer = projected(weights, batch)
+    seen = {"starts": batch.starts, "stops": batch.stops}
+    return indexer_topk(*(part.detach() for part in indexer), arguments.top_k, **seen, backend=arguments.backend)
+
+
+def sparse_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
+    q, latents, *indexer = projected(weights, batch)
+    lists = selected(weights, batch, arguments)
+    out, _, lse = sparse_mla_prefill(q, latents, lists[:, None], d_v=LATENT, backend=arguments.backend)
+    target = attention_target(q, latents, lse, lists, backend=arguments.backend)
+    scores = indexer_logits(*indexer, indices=lists, backend=arguments.backend)
+    return loss_of_answers(weights, batch, out) + divergence(target, scores)
+
+
+STAGES: dict[str, Callable[[Weights, Batch, argparse.Namespace], torch.Tensor]] = {
+    "dense": dense_loss, "warm-up": warm_up_loss, "sparse": sparse_loss
+}  # fmt: skip
+
+
+def by_formulas(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
+    """The loss of a stage by plain products of all queries and keys, in the dtype of the weights.
+
+    What the indexer selects is given by the operations, since rounding may turn a choice between almost equal scores.
+    """
+    q, latents, index_q, index_keys, index_weights = projected(weights, batch)
+    place = torch.arange(len(batch.tokens), device=q.device)
+    seen = (place >= batch.starts[:, None]) & (place < batch.stops[:, None])
+    if stage == "sparse":
+        single = {name: weight.detach().float() for name, weight in weights.items()}
+        seen = (selected(single, batch, arguments)[..., None] == place).any(1)
+    logits = torch.einsum("thd,sd->ths", q, latents[:, 0]) * LATENT**-0.5
+    shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    answers = loss_of_answers(weights, batch, shares @ latents[:, 0])
+    products = torch.einsum("thd,sd->ths", index_q, index_keys).relu()
+    scores = torch.einsum("ths,th->ts", products, index_weights).masked_fill(~seen, -torch.inf)
+    match = divergence(shares.detach().mean(1), scores)
+    return {"dense": answers, "warm-up": match, "sparse": answers + match}[stage]
+
+
+def largest_difference(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
+    """The largest difference of a gradient from that in float64, as a part of that gradient's largest entry."""
+    learning = [name for name in weights if (name in OF_INDEXER) >= (stage == "warm-up")]
+    if stage == "dense":
+        learning = [name for name in learning if name not in OF_INDEXER]
+    found = torch.autograd.grad(STAGES[stage](weights, batch, arguments), [weights[name] for name in learning])
+    wide = {name: weight.detach().double().requires_grad_() for name, weight in weights.items()}
+    wanted = torch.autograd.grad(by_formulas(stage, wide, batch, arguments), [wide[name] for name in learning])
+    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
+
+
+@torch.no_grad()
+def found_share(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
+    """The mean share of the questions' dense attention that the selected keys have."""
+    q, latents, *_ = projected(weights, batch)
+    _, _, lse = sparse_mla_prefill(q, latents, batch.all_earlier(arguments.length)[:, None], d_v=LATENT)
+    target = attention_target(q, latents, lse, starts=batch.starts, stops=batch.stops)
+    lists = selected(weights, batch, arguments)
+    shares = target.gather(1, lists.long().clamp(min=0)).masked_fill(lists < 0, 0).sum(1)
+    return float(shares[batch.answers >= 0].mean())
+
+
+@torch.no_grad()
+def part_right(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
+    """The part of the questions that the layer answers right with the selected keys."""
+    q, latents, *_ = projected(weights, batch)
+    lists = selected(weights, batch, arguments)
+    out, _, _ = sparse_mla_prefill(q, latents, lists[:, None], d_v=LATENT, backend=arguments.backend)
+    best = (out.flatten(1) @ weights["output"] @ weights["unembedding"]).argmax(1)
+    return float((best == batch.answers)[batch.answers >= 0].float().mean())
+
+
+def train(
+    stage: str, weights: Weights, batches: Iterator[Batch], arguments: argparse.Namespace, console: Console
+) -> tuple[float, float, float]:
+    """Run a stage; returns the largest difference of a gradient in its first step, the first loss and the last ones."""
+    steps = {"dense": arguments.dense, "warm-up": arguments.warm_up, "sparse": arguments.sparse}[stage]
+    learning = [weight for name, weight in weights.items() if stage != "warm-up" or name in OF_INDEXER]
+    optimizer, losses = torch.optim.Adam(learning, lr=arguments.rate), []
+    difference = largest_difference(stage, weights, next(batches), arguments)
+    start = time.perf_counter()
+    for _ in range(steps):
+        loss = STAGES[stage](weights, next(batches), arguments)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    seconds, last = time.perf_counter() - start, sum(losses[-5:]) / len(losses[-5:])
+    console.print(
+        f"{stage:7}  loss {losses[0]:.3f} to {last:.3f} in {steps} steps and {seconds:.1f} s; "
+        f"largest difference of a gradient, of its largest entry: {difference:.1g}", highlight=False,
+    )  # fmt: skip
+    return difference, losses[0], last
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 0 if all gradients are those of the formulas, all losses fall and the indexer finds what matters."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--dense", type=int, default=150, help="steps of dense training")
+    parser.add_argument("--warm-up", type=int, default=300, help="steps of the indexer alone")
+    parser.add_argument("--sparse", type=int, default=200, help="steps with selected keys")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences of a step")
+    parser.add_argument("--pairs", type=int, default=24, help="pairs, and questions, of a sequence")
+    parser.add_argument("--top-k", type=int, default=8, help="keys that a query selects")
+    parser.add_argument("--rate", type=float, default=5e-3, help="learning rate")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--backend", help="of all operations; default: what the device runs by itself")
+    arguments = parser.parse_args(argv)
+    arguments.length = 4 * arguments.pairs
+    console, device = Console(), device_named(arguments.device)
+    generator = torch.Generator().manual_seed(arguments.seed)
+    weights = {name: weight.to(device).requires_grad_() for name, weight in initial_weights(generator).items()}
+    batches = (batch_of(arguments, generator, device) for _ in iter(int, 1))
+    with one_thread():
+        results = [train("dense", weights, batches, arguments, console)]
+        before = found_share(weights, next(batches), arguments)
+        results.append(train("warm-up", weights, batches, arguments, console))
+        after = found_share(weights, next(batches), arguments)
+        results.append(train("sparse", weights, batches, arguments, console))
+    right = part_right(weights, next(batches), arguments)
+    console.print(
+        f"the {arguments.top_k} of up to {arguments.length} keys that the indexer selects for a question have "
+        f"{before:.0%} of its attention before the warm-up and {after:.0%} after it; with them, {right:.0%} of the "
+        f"answers are right", highlight=False,
+    )  # fmt: skip
+    fell = all(last < 0.8 * first for _, first, last in results)
+    return int(max(difference for difference, _, _ in results) > BOUND or not fell or after < before)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
