@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -42,13 +43,17 @@ class Batch:
     starts: torch.Tensor  # i32 [T], the first key that each query sees
     stops: torch.Tensor  # i32 [T], one past the last
 
+    def ranges(self) -> dict[str, Any]:
+        """The arguments that say which keys each query sees."""
+        return {"starts": self.starts, "stops": self.stops}
+
     def all_earlier(self, length: int) -> torch.Tensor:
         """The lists i32 [T, length] of all keys that each query sees, then -1."""
         keys = self.starts[:, None] + torch.arange(length, dtype=torch.int32, device=self.tokens.device)
         return torch.where(keys < self.stops[:, None], keys, -1)
 
 
-def batch_of(arguments: argparse.Namespace, generator: torch.Generator, device: torch.device) -> Batch:
+def batch_of(arguments: argparse.Namespace, generator: torch.Generator, device: str) -> Batch:
     """Random pairs, and questions for their values in another order; an answer follows its question."""
     shape = (arguments.sequences, SYMBOLS)
     keys, order = (torch.rand(shape, generator=generator).argsort(1)[:, : arguments.pairs] for _ in range(2))
@@ -74,9 +79,9 @@ def initial_weights(generator: torch.Generator) -> Weights:
         "index_queries": (WIDTH, INDEX_HEADS * INDEX_WIDTH), "index_keys": (WIDTH, INDEX_WIDTH),
         "index_weights": (WIDTH, INDEX_HEADS),
     }  # fmt: skip
-    scale = {"embedding": 1.0, "before": 1.0}
-    return {name: torch.randn(shape, generator=generator) * scale.get(name, shape[0] ** -0.5)
-            for name, shape in shapes.items()}  # fmt: skip
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    one_hot = ("embedding", "before")  # their inputs
+    return {name: weight if name in one_hot else weight / len(weight) ** 0.5 for name, weight in drawn.items()}
 
 
 OF_INDEXER = ("index_queries", "index_keys", "index_weights")
@@ -118,17 +123,16 @@ def dense_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) ->
 def warm_up_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
     q, latents, *indexer = projected(weights, batch)
     q, latents = q.detach(), latents.detach()
-    lists, seen = batch.all_earlier(arguments.length)[:, None], {"starts": batch.starts, "stops": batch.stops}
+    lists = batch.all_earlier(arguments.length)[:, None]
     _, _, lse = sparse_mla_prefill(q, latents, lists, d_v=LATENT, backend=arguments.backend)
-    target = attention_target(q, latents, lse, **seen, backend=arguments.backend)
-    return divergence(target, indexer_logits(*indexer, **seen, backend=arguments.backend))
+    target = attention_target(q, latents, lse, **batch.ranges(), backend=arguments.backend)
+    return divergence(target, indexer_logits(*indexer, **batch.ranges(), backend=arguments.backend))
 
 
 def selected(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
     """The lists i32 [T, top_k] of the keys that the indexer selects."""
-    _, _, *indexer = projected(weights, batch)
-    seen = {"starts": batch.starts, "stops": batch.stops}
-    return indexer_topk(*(part.detach() for part in indexer), arguments.top_k, **seen, backend=arguments.backend)
+    q, keys, of_heads = (part.detach() for part in projected(weights, batch)[2:])
+    return indexer_topk(q, keys, of_heads, arguments.top_k, **batch.ranges(), backend=arguments.backend)
 
 
 def sparse_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
@@ -181,7 +185,7 @@ def found_share(weights: Weights, batch: Batch, arguments: argparse.Namespace) -
     """The mean share of the questions' dense attention that the selected keys have."""
     q, latents, *_ = projected(weights, batch)
     _, _, lse = sparse_mla_prefill(q, latents, batch.all_earlier(arguments.length)[:, None], d_v=LATENT)
-    target = attention_target(q, latents, lse, starts=batch.starts, stops=batch.stops)
+    target = attention_target(q, latents, lse, **batch.ranges())
     lists = selected(weights, batch, arguments)
     shares = target.gather(1, lists.long().clamp(min=0)).masked_fill(lists < 0, 0).sum(1)
     return float(shares[batch.answers >= 0].mean())

@@ -54,7 +54,7 @@ def test_an_indexer_that_does_not_learn_shows(script):
 
 def test_questions_follow_pairs_and_have_their_values(script):
     arguments = script["main"].__globals__["argparse"].Namespace(sequences=3, pairs=5)
-    batch = script["batch_of"](arguments, torch.Generator().manual_seed(0), torch.device("cpu"))
+    batch = script["batch_of"](arguments, torch.Generator().manual_seed(0), "cpu")
     tokens, answers = batch.tokens.view(3, 20), batch.answers.view(3, 20)
     for row, wanted in zip(tokens.tolist(), answers.tolist(), strict=True):
         values = dict(zip(row[0:10:2], row[1:10:2], strict=True))
