@@ -40,8 +40,11 @@ def test_backends_have_all_operations_but_these(runner: Runner) -> None:
     splits = {operation for operation in CALLS if "num_splits" in runner.tunables(operation)}
     attending = {name for name, record in CALLS.items() if record.ATTENDS}
     choosing = {"indexer_topk", "top_k_indices", "select_blocks", "top_k_blocks"}
-    known = {"triton": attending - {"varlen_attention"} | choosing, "numba": attending}
+    over_keys = {"varlen_attention", "ragged_paged_attention", "paged_attention", "prefill_attention"}
+    known = {"triton": attending - {"varlen_attention"} | choosing, "numba": attending - over_keys}
     assert splits == known.get(runner.backend, set())
+    segmented = {operation for operation in CALLS if "segment_kv" in runner.tunables(operation)}
+    assert segmented == (over_keys if runner.backend in known else set())
 
 
 def _has(backend: str, operation: str) -> bool:

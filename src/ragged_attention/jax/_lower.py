@@ -43,7 +43,8 @@ class JaxArrays:
         return jnp.asarray(array, dtype)
 
     def constant(self, array: jax.Array) -> jax.Array:
-        return jax.lax.stop_gradient(array)
+        # An array of NumPy is a constant, whose dtype has not been checked yet.
+        return jax.lax.stop_gradient(array) if isinstance(array, jax.Array) else array
 
     def copy(self, array: jax.Array) -> jax.Array:
         return array
@@ -225,7 +226,8 @@ def _run(
         results = compute(arrays)
         # Static, as what is saved can only be in its structure.
         differentiated = {record.name_of(index): () for index, primal in given.items() if primal.perturbed}
-        return results, (arrays, {name: results[index] for name, index in record.SAVED_RESULTS.items()}, differentiated)
+        saved = record.SAVED_RESULTS if gradient is not None else {}
+        return results, (arrays, {name: results[index] for name, index in saved.items()}, differentiated)
 
     def differentiate(saved: Any, cotangents: Any) -> Any:
         if gradient is None:
