@@ -352,7 +352,8 @@ def test_a_causal_kernel_that_takes_nothing_empty_is_judged_by_as_many_batches_a
     report = judge(causal, "varlen_attention", examples=5, only="agreement: packed", **limits)
     report.check()
     taken = {verdict.check.removeprefix("agreement: "): verdict.taken for verdict in report.verdicts}
-    assert taken == {"packed on drawn batches": 5, "packed without lse": 1}
+    asked = "packed, max_logits on drawn batches"  # for what the function does not have
+    assert taken == {"packed on drawn batches": 5, "packed without lse": 1, asked: 0}
 
 
 def test_values_of_another_size_than_keys_may_be_declined() -> None:
