@@ -25,7 +25,7 @@ import torch
 from benchmarks.cpu.__main__ import RESULTS, facts
 from benchmarks.cpu.cases import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
 from benchmarks.timing import on_cpu, ratio
-from ragged_attention.portable.numba._splits import SHARES, splits_of
+from ragged_attention.portable.numba._splits import PROGRAMS, splits_of
 from ragged_attention.torch import ragged_paged_attention
 
 FILE = RESULTS / "growth_cpu.json"
@@ -124,7 +124,7 @@ def programs_of(lens: Sequence[int]) -> list[int]:
     """The keys of each program of a decode, in the order in which threads take them."""
     total, programs = float(sum(lens)), []
     for keys in lens:
-        num_splits = splits_of.py_func(keys, keys, total, SHARES // NUM_KV_HEADS, 0)
+        num_splits = splits_of.py_func(keys, keys, total, PROGRAMS // NUM_KV_HEADS, 0)
         step = -(-keys // num_splits)
         for split in range(num_splits):
             programs += [min((split + 1) * step, keys) - split * step] * NUM_KV_HEADS

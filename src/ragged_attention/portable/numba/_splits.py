@@ -35,7 +35,8 @@ SPLITS = (  # fields of the plan
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
 unit_at = record_at(UNIT)
 UNIT_BYTES = 8 * len(UNIT)
-SHARES = 128  # a program with more than 1/SHARES of the total work of an attention is split
+SHARES = 128  # a block with more than 1/SHARES of the total work of a call is split
+PROGRAMS = 256  # a program of an attention with more than 1/PROGRAMS of the total work is split
 MIN_KEYS = 512  # per split
 MAX_SPLITS = 64
 MAX_SEGMENT = 2**20  # keys
@@ -84,7 +85,7 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
     has a program for each split, which begins with keys that nothing has prefetched, so there are as few as suffice.
     """
     work = (last - first) * keys
-    num_splits = splits_of(work, keys, call.work, max(SHARES // call.num_kv_heads, 1), max_splits)
+    num_splits = splits_of(work, keys, call.work, min(max(PROGRAMS // call.num_kv_heads, 1), SHARES), max_splits)
     step = (high - low + num_splits - 1) // num_splits
     for split in range(num_splits if units else 0):
         unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
@@ -104,7 +105,7 @@ def add_segments(call, units, seq, token, first, last, low, high, keys):
     """
     work, size = (last - first) * keys, call.segment_kv
     begin, end = low // size, max((high + size - 1) // size, low // size + 1)
-    if work * SHARES <= call.work * call.num_kv_heads or call.work == 0:
+    if work * PROGRAMS <= call.work * call.num_kv_heads or call.work == 0:
         begin, end, size = 0, 1, high
     num_splits = end - begin
     for split in range(num_splits if units else 0):
