@@ -47,6 +47,21 @@ class Shape(Constants):
     SCALES: str  # the keys' scales: "none", "array", or "page" if they follow the codes in each page
 
 
+def packed_shape(call: Any, block_h: int, block_d: int, scales: Any = None) -> Shape:
+    """The `Shape` of a call over packed keys of 16 or 32 bits, which may have an array of scales."""
+    return Shape(
+        HEADS=call.num_heads,
+        BLOCK_H=block_h,
+        D=call.head_dim,
+        BLOCK_D=block_d,
+        Q_FORMAT="plain",
+        KEY_FORMAT="plain",
+        PAGE_SIZE=0,
+        PAGE_UNIT=1,
+        SCALES="none" if scales is None else "array",
+    )
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
     """The compile-time constants of a logits kernel."""

@@ -16,12 +16,12 @@ from ragged_attention.kernels_triton._indexer import (
     KeyBlock,
     Operands,
     Queries,
-    Shape,
     Tables,
     key_places,
     listed_keys,
     load_keys,
     load_queries,
+    packed_shape,
     seen_range,
 )
 from ragged_attention.kernels_triton._latent.lists import list_length
@@ -155,17 +155,7 @@ def run(call: AttentionTarget, tile: Tile, launch: Any) -> Any:
         LISTED=call.listed,
         HAS_LENS=call.topk_lens is not None,
         RELATIVE=call.relative,
-        SHAPE=Shape(
-            HEADS=call.num_heads,
-            BLOCK_H=tile.block_h,
-            D=call.head_dim,
-            BLOCK_D=tile.block_d,
-            Q_FORMAT="plain",
-            KEY_FORMAT="plain",
-            PAGE_SIZE=0,
-            PAGE_UNIT=1,
-            SCALES="none",
-        ),
+        SHAPE=packed_shape(call, tile.block_h, tile.block_d),
         BLOCK_N=tile.block_n,
     )
     (target,) = launch(

@@ -30,6 +30,7 @@ from ragged_attention.kernels_triton._indexer import (
     load_queries,
     load_scales,
     load_weights,
+    packed_shape,
     seen_range,
 )
 from ragged_attention.kernels_triton._sequences import VARYING, PageTable
@@ -256,17 +257,7 @@ def work_of(call: IndexerLogitsBackward, tile: Tile, launch: Any) -> Work:
             "RELATIVE": call.relative,
             "BLOCK_N": tile.block_n,
         },
-        shape=Shape(
-            HEADS=call.num_heads,
-            BLOCK_H=tile.block_h,
-            D=call.head_dim,
-            BLOCK_D=next_power_of_2(call.head_dim),
-            Q_FORMAT="plain",
-            KEY_FORMAT="plain",
-            PAGE_SIZE=0,
-            PAGE_UNIT=1,
-            SCALES="none" if call.key_scale is None else "array",
-        ),
+        shape=packed_shape(call, tile.block_h, next_power_of_2(call.head_dim), call.key_scale),
     )
 
 

@@ -414,17 +414,38 @@ def all_are_short(call: Any, tile: Tile) -> bool:
     return few and call.num_tokens > 0 and 0 < call.max_num_seqs <= SEQUENCES[-1]
 
 
-def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
-    """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns the results."""
+def loop_of_tile(call: Any, tile: Tile) -> Loop:
+    """The `Loop` of the tile kernel."""
+    if tile.segment_kv:
+        return loop_of_segments(call, tile)
     masked_below = tile.split_weights_below if in_bfloat16(call) else 0
     if in_bfloat16(call) and is_biased(call):
         masked_below = LARGEST_INT.value  # a steep slope leaves most of the weight to few keys, however many there are
-    loop = Loop(
+    edge_kv = min(tile.edge_kv, tile.block_kv)
+    return Loop(BLOCK_KV=tile.block_kv, EDGE_KV=edge_kv, WEIGHT_TERMS=1, MASKED_BELOW=masked_below)
+
+
+def loop_of_split(call: Any, tile: Tile) -> Loop:
+    """The `Loop` of the split kernel."""
+    if tile.segment_kv:
+        return loop_of_segments(call, tile)
+    keys, terms = tile.split_block_kv, 2 if in_bfloat16(call) else 1
+    return Loop(BLOCK_KV=keys, EDGE_KV=split_edge(call, keys), WEIGHT_TERMS=terms, MASKED_BELOW=0)
+
+
+def loop_of_segments(call: Any, tile: Tile) -> Loop:
+    """The `Loop` of both attention kernels if there are segments."""
+    return Loop(
         BLOCK_KV=tile.block_kv,
-        EDGE_KV=min(tile.edge_kv, tile.block_kv),
-        WEIGHT_TERMS=1,
-        MASKED_BELOW=masked_below,
+        EDGE_KV=tile.block_kv,
+        WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
+        MASKED_BELOW=LARGEST_INT.value if hides_first_keys(call) else 0,
+        SEGMENT=tile.segment_kv,
     )
+
+
+def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
+    """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns the results."""
     division = Division(
         GROUP=call.group,
         SHORT_ROWS=tile.split_block_q,
@@ -432,7 +453,6 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
         SPLIT_KV=False,
         PACKED=call.page_size == 0,
     )
-    loop = loop_of_segments(call, tile) if tile.segment_kv else loop
     return launch(
         tile_kernel,
         (max_blocks(call.num_tokens * call.group, tile.block_q, call.max_num_seqs), call.num_kv_heads),
@@ -442,20 +462,8 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
         **absent(call),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        CONFIG=config_of(shared, loop, division, tile.block_q),
+        CONFIG=config_of(shared, loop_of_tile(call, tile), division, tile.block_q),
         **shared.numbers,
-    )
-
-
-def loop_of_segments(call: Any, tile: Tile) -> Loop:
-    """The `Loop` of both attention kernels if there are segments."""
-    in_order = hides_first_keys(call)
-    return Loop(
-        BLOCK_KV=tile.block_kv,
-        EDGE_KV=tile.block_kv,
-        WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
-        MASKED_BELOW=LARGEST_INT.value if in_order else 0,
-        SEGMENT=tile.segment_kv,
     )
 
 
@@ -486,13 +494,6 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
         MIN_BLOCKS=cdiv(MIN_SPLIT, tile.split_block_kv),
         MAX_SEQS=sequences_together(call.max_num_seqs) if target is None or split_kv else 1,
     )
-    loop = Loop(
-        BLOCK_KV=tile.split_block_kv,
-        EDGE_KV=split_edge(call, tile.split_block_kv),
-        WEIGHT_TERMS=2 if in_bfloat16(call) else 1,
-        MASKED_BELOW=0,
-    )
-    loop = loop_of_segments(call, tile) if tile.segment_kv else loop
     entries, _ = splits_at_most(call.max_num_seqs, tile.num_splits, invariant=tile.invariant)
     later = 0 if target else call.num_tokens * call.group // tile.split_block_q
     return run_splits(
@@ -509,7 +510,9 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
         num_warps=tile.split_num_warps,
         num_stages=tile.split_num_stages,
         num_splits=tile.num_splits,
-        CONFIG=config_of(shared, loop, division, tile.block_q if tile.segment_kv else tile.split_block_q),
+        CONFIG=config_of(
+            shared, loop_of_split(call, tile), division, tile.block_q if tile.segment_kv else tile.split_block_q
+        ),
     )
 
 

@@ -140,18 +140,22 @@ LISTED: dict[str, Function] = {
 }
 
 
-def gradient_with_seen(change: Callable[[Any], Any]) -> Function:
-    """The gradient where what a token sees is changed."""
+def reference_with_seen(module: Any, honest: Function, change: Callable[[Any], Any]) -> Function:
+    """The function of a module of the reference where what a token sees is changed."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         patches: dict[str, Any] = {
             "seen_of_lists": lambda *given: map(change, honest_lists(*given)),
             "seen_of_ranges": lambda *given: map(change, honest_ranges(*given)),
         }
-        with mock.patch.multiple(gradient_module, **patches):
-            return honest_gradient(*arguments, **keywords)
+        with mock.patch.multiple(module, **patches):
+            return honest(*arguments, **keywords)
 
     return mutant
+
+
+def gradient_with_seen(change: Callable[[Any], Any]) -> Function:
+    return reference_with_seen(gradient_module, honest_gradient, change)
 
 
 def gradient_with(index: int, change: Callable[[Any], Any]) -> Function:
@@ -211,17 +215,7 @@ GRADIENTS: dict[str, Function] = {
 
 
 def target_with_seen(change: Callable[[Any], Any]) -> Function:
-    """The target where what a token sees is changed."""
-
-    def mutant(*arguments: Any, **keywords: Any) -> Any:
-        patches: dict[str, Any] = {
-            "seen_of_lists": lambda *given: map(change, honest_lists(*given)),
-            "seen_of_ranges": lambda *given: map(change, honest_ranges(*given)),
-        }
-        with mock.patch.multiple(target_module, **patches):
-            return honest_target(*arguments, **keywords)
-
-    return mutant
+    return reference_with_seen(target_module, honest_target, change)
 
 
 def not_normalised(q: Any, keys: Any, lse: Any, *arguments: Any, **keywords: Any) -> Any:

@@ -92,8 +92,8 @@ class Call(abc.ABC):
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
     # Those of them that are often constants: the gradient `d_<name>` is computed only if `return_d_<name>` asks for it.
     OFTEN_CONSTANT: ClassVar[tuple[str, ...]] = ()
-    # The arguments of `<operation>_backward` that the forward's do not include, each with the index of a result: the
-    # gradients with respect to results, of which the first is 0 and others are None if unused, and results themselves.
+    # The further arguments of `<operation>_backward`, each with the index of the result to which it belongs. If the
+    # first result is unused, its gradient is 0; the gradient of another unused result is None.
     RESULT_GRADIENTS: ClassVar[Mapping[str, int]] = {"d_out": 0, "d_lse": 1}
     SAVED_RESULTS: ClassVar[Mapping[str, int]] = {"out": 0, "lse": 1}
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences

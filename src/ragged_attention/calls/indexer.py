@@ -212,7 +212,7 @@ def _listed(form: tuple[str, ...]) -> str:
 
 
 def _short(form: tuple[str, ...]) -> str:
-    """The name of a form in an error message, of which the tables are too long to list."""
+    """The name of a form in an error message. That of pages has too many arguments to list."""
     return _listed(form) if len(form) < 3 else form[0]
 
 

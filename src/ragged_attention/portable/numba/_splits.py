@@ -68,9 +68,17 @@ def splits_of(work, keys, total_work, shares, max_splits):
     return max(min(math.ceil(work * shares / total_work), keys // MIN_KEYS), 1)
 
 
-@inlined
-def count_splits(call, first, last, num_splits):
-    """Count the splits of the rows [first, last), and what their partial results need."""
+@compiled
+def list_splits(call, units, seq, token, first, last, low, high, begin, step, num_splits):
+    """Count the splits of the rows [first, last), and list them unless `units` is 0.
+
+    A split has those of the keys [low, high) that are in a range of `step` keys. The first range starts with `begin`.
+    """
+    for split in range(num_splits if units else 0):
+        unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
+        unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
+        unit.low, unit.high = max(low, begin + split * step), min(begin + (split + 1) * step, high)
+        unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
     call.num_units += num_splits
     if num_splits > 1:
         call.num_partials += num_splits
@@ -87,12 +95,7 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
     work = (last - first) * keys
     num_splits = splits_of(work, keys, call.work, min(max(PROGRAMS // call.num_kv_heads, 1), SHARES), max_splits)
     step = (high - low + num_splits - 1) // num_splits
-    for split in range(num_splits if units else 0):
-        unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
-        unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
-        unit.low, unit.high = low + split * step, min(low + (split + 1) * step, high)
-        unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
-    count_splits(call, first, last, num_splits)
+    list_splits(call, units, seq, token, first, last, low, high, low, step, num_splits)
     return work
 
 
@@ -104,16 +107,11 @@ def add_segments(call, units, seq, token, first, last, low, high, keys):
     the results of segments are merged in the same way in both cases, the choice does not change any bit.
     """
     work, size = (last - first) * keys, call.segment_kv
-    begin, end = low // size, max((high + size - 1) // size, low // size + 1)
-    if work * PROGRAMS <= call.work * call.num_kv_heads or call.work == 0:
-        begin, end, size = 0, 1, high
-    num_splits = end - begin
-    for split in range(num_splits if units else 0):
-        unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
-        unit.seq, unit.token, unit.first, unit.last = seq, token, first, last
-        unit.low, unit.high = max(low, (begin + split) * size), min((begin + split + 1) * size, high)
-        unit.split, unit.num_splits, unit.partial = split, num_splits, call.num_partials
-    count_splits(call, first, last, num_splits)
+    begin, step, num_splits = low, high - low, 1
+    if call.work > 0 and work * PROGRAMS > call.work * call.num_kv_heads:
+        begin, step = low // size * size, size
+        num_splits = max((high - begin + size - 1) // size, 1)
+    list_splits(call, units, seq, token, first, last, low, high, begin, step, num_splits)
     return work
 
 

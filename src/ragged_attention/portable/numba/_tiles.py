@@ -373,7 +373,8 @@ def first_to_see(tile, rows, position):
 def keys_per_product(tile, first, count):
     """The number of keys to multiply at a time: all `count` if the first row sees as far as the last, else COLUMNS.
 
-    It is the same for all rows within `segments`, since the errors of weights are added after so many products.
+    With `segments` it is always `count`. The rounding errors of weights are multiplied after this many keys, so this
+    number must not depend on other rows.
     """
     return count if tile.segments or int_at(tile.reach, 0) >= first + count else COLUMNS
 

@@ -8,13 +8,13 @@ from typing import Any
 
 from ragged_attention.calls import AttentionTarget
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._entries import entries_of, key_of
-from ragged_attention.portable.numba._formats import size_of, widen
+from ragged_attention.portable.numba._entries import begin_tile, entries_of, key_of, read_heads
+from ragged_attention.portable.numba._formats import size_of
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
 from ragged_attention.portable.numba._latent_call import Blocks as Tile
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores
-from ragged_attention.portable.numba._records import Fields, allocate_arena, list_rows, programs, record_at, up_to
+from ragged_attention.portable.numba._records import Fields, allocate_arena, programs, record_at, up_to
 from ragged_attention.portable.numba._softmax import LOG2E
 from ragged_attention.portable.numba._tiles import read_rows
 from ragged_attention.portable.numba._vectors import (
@@ -30,7 +30,6 @@ from ragged_attention.portable.numba._vectors import (
     set_int,
     splat,
     store,
-    zero,
 )
 
 FIELDS = Fields(
@@ -64,11 +63,7 @@ def new_tile(rows, keys, head_dim):
     address = allocate_arena(len(NUMBERS), (q, k, addresses, 4 * rows * keys, 4 * keys, 4 * rows, addresses, addresses))
     if address == 0:
         return address
-    tile = tile_at(address)
-    tile.rows, tile.keys, tile.width = rows, keys, width
-    zero(tile.q, q)
-    zero(tile.k, k)
-    list_rows(tile.k_rows, keys, tile.k, 4 * width)
+    begin_tile(tile_at(address), rows, keys, width)
     return address
 
 
@@ -93,13 +88,11 @@ def list_keys(call, tile, token, start, entry, length):
 @compiled
 def read_queries(call, tile, token, first, last):
     """Read the queries and lse of the heads [first, last), padded with zeros; returns how many rows these are."""
-    rows, size = last - first, size_of(call.q_format)
-    for row in range(rows):
-        place = token * call.q_token_stride + (first + row) * call.q_head_stride
-        widen(call.q_format, call.q + size * place, tile.q + 4 * row * tile.width, call.head_dim)
-        set_float(tile.lse, row, float_at(call.lse, token * call.num_heads + first + row))
+    rows = last - first
     whole = up_to(rows, ROWS)
-    zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
+    read_heads(call, tile, token, first, last, whole)
+    for row in range(rows):
+        set_float(tile.lse, row, float_at(call.lse, token * call.num_heads + first + row))
     fill(tile.lse, rows, whole, -math.inf)
     return whole
 

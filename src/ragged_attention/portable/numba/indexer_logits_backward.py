@@ -12,8 +12,8 @@ import numpy as np
 
 from ragged_attention.calls import IndexerLogitsBackward
 from ragged_attention.portable.numba._call import why_not as why_not
-from ragged_attention.portable.numba._entries import entries_of, key_of
-from ragged_attention.portable.numba._formats import narrow, size_of, widen
+from ragged_attention.portable.numba._entries import begin_tile, entries_of, key_of, read_heads
+from ragged_attention.portable.numba._formats import narrow, size_of
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_call import Blocks as Tile
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, mix, scores
@@ -21,7 +21,6 @@ from ragged_attention.portable.numba._records import (
     NO_MEMORY,
     Fields,
     allocate_arena,
-    list_rows,
     programs,
     record_at,
     up_to,
@@ -89,11 +88,7 @@ def new_tile(rows, keys, head_dim):
     address = allocate_arena(len(NUMBERS), sizes)
     if address == 0:
         return address
-    tile = tile_at(address)
-    tile.rows, tile.keys, tile.width = rows, keys, width
-    zero(tile.q, q)
-    zero(tile.k, k)
-    list_rows(tile.k_rows, keys, tile.k, 4 * width)
+    begin_tile(tile_at(address), rows, keys, width)
     return address
 
 
@@ -130,13 +125,11 @@ def list_keys(call, tile, token, entry, owner, owners):
 @compiled
 def read_queries(call, tile, token, first, last):
     """Read the queries and weights of the heads [first, last), padded with zeros; returns how many rows these are."""
-    rows, size = last - first, size_of(call.q_format)
+    rows = last - first
     whole = up_to(rows, ROWS)
+    read_heads(call, tile, token, first, last, whole)
     for row in range(rows):
-        place = token * call.q_token_stride + (first + row) * call.q_head_stride
-        widen(call.q_format, call.q + size * place, tile.q + 4 * row * tile.width, call.head_dim)
         set_float(tile.weights, row, float_at(call.weights, token * call.weights_token_stride + first + row))
-    zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     fill(tile.weights, rows, whole, np.float32(0))
     return whole
 

@@ -175,6 +175,32 @@ def logits_of(call: Any, tile: Tile, keys: Keys, block: Block, columns: Ints) ->
     return logits
 
 
+def rows_of(call: Any, tile: Tile, block: Block) -> Iterator[tuple[slice, slice]]:
+    """(rows of the block, the same as tokens of the call): as many as have products with a tile of keys at a time."""
+    step = max(max_products(call) // (call.num_heads * tile.block_kv), 1)
+    for first in range(0, block.last - block.first, step):
+        last = min(first + step, block.last - block.first)
+        yield slice(first, last), slice(block.first + first, block.first + last)
+
+
+def tiles_of(
+    call: Any, tile: Tile, keys: Keys, block: Block, rows: slice
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """(columns, keys [n, D], their scales, a mask [rows, n] of those that a row does not see) of packed keys, by tiles.
+
+    Keys that no row sees, which may hold NaN, are 0.
+    """
+    device = call.q.device
+    starts, stops = (torch.from_numpy(edge[rows]).to(device)[:, None] for edge in (block.starts, block.stops))
+    low, high = int(block.starts[rows].min()), int(block.stops[rows].max())
+    for left in range(low, high, tile.block_kv):
+        columns = slice(left, min(left + tile.block_kv, high))
+        column = torch.arange(columns.start, columns.stop, device=device)
+        hidden = (column < starts) | (column >= stops)
+        values, scales, _ = keys.at(block, column)
+        yield columns, values.masked_fill_(hidden.all(0)[:, None], 0.0), scales, hidden
+
+
 def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor:
     """The sum over heads h of weight[h] * relu(q[h] . key), float32 [tokens, n]."""
     q = to_float32(call.q[tokens])

@@ -6,7 +6,7 @@ import torch
 
 from ragged_attention.calls import AttentionTarget
 from ragged_attention.portable.torch_eager._cache import to_float32
-from ragged_attention.portable.torch_eager._indexer import Block, Keys, blocks_of, max_products
+from ragged_attention.portable.torch_eager._indexer import Block, Keys, blocks_of, rows_of, tiles_of
 from ragged_attention.portable.torch_eager._indexer import heuristic as heuristic
 from ragged_attention.portable.torch_eager._indexer import why_not as why_not
 from ragged_attention.portable.torch_eager._indexer_lists import entries_of
@@ -37,18 +37,8 @@ def _sums(call: Any, tokens: slice, products: torch.Tensor, hidden: torch.Tensor
 
 def _write_block(call: Any, tile: Tile, keys: Keys, block: Block, sums: torch.Tensor) -> None:
     """Write the sums of a block of tokens over the keys that they see."""
-    device = call.q.device
-    starts, stops = (torch.from_numpy(edge).to(device)[:, None] for edge in (block.starts, block.stops))
-    step = max(max_products(call) // (call.num_heads * tile.block_kv), 1)
-    for first in range(0, block.last - block.first, step):
-        rows = slice(first, min(first + step, block.last - block.first))
-        tokens = slice(block.first + rows.start, block.first + rows.stop)
+    for rows, tokens in rows_of(call, tile, block):
         q = to_float32(call.q[tokens])
-        low, high = int(block.starts[rows].min()), int(block.stops[rows].max())
-        for left in range(low, high, tile.block_kv):
-            columns = slice(left, min(left + tile.block_kv, high))
-            column = torch.arange(columns.start, columns.stop, device=device)
-            hidden = (column < starts[rows]) | (column >= stops[rows])
-            values, _, _ = keys.at(block, column)
+        for columns, values, _, hidden in tiles_of(call, tile, keys, block, rows):
             products = torch.mm(q.flatten(0, 1), values.t()).unflatten(0, q.shape[:2])
             sums[tokens, columns] = _sums(call, tokens, products, hidden)

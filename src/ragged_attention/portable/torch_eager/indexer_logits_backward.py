@@ -11,7 +11,7 @@ import torch
 from ragged_attention.calls import IndexerLogitsBackward
 from ragged_attention.portable.torch_eager import _indexer
 from ragged_attention.portable.torch_eager._cache import to_float32
-from ragged_attention.portable.torch_eager._indexer import Block, Keys, blocks_of, max_products, relu
+from ragged_attention.portable.torch_eager._indexer import Block, Keys, blocks_of, relu, rows_of, tiles_of
 from ragged_attention.portable.torch_eager._indexer import heuristic as heuristic
 from ragged_attention.portable.torch_eager._indexer_lists import entries_of
 from ragged_attention.portable.torch_eager._latents import Tile as Tile
@@ -68,21 +68,10 @@ def _add_block(
     call: Any, tile: Tile, keys: Keys, block: Block, d_q: torch.Tensor, d_keys: torch.Tensor, d_weights: torch.Tensor
 ) -> None:
     """Write the gradients of a block's queries and weights, and add those of the keys."""
-    device = call.q.device
-    starts, stops = (torch.from_numpy(edge).to(device)[:, None] for edge in (block.starts, block.stops))
-    step = max(max_products(call) // (call.num_heads * tile.block_kv), 1)
-    for first in range(0, block.last - block.first, step):
-        rows = slice(first, min(first + step, block.last - block.first))
-        tokens = slice(block.first + rows.start, block.first + rows.stop)
+    for rows, tokens in rows_of(call, tile, block):
         q, weights = to_float32(call.q[tokens]), call.weights[tokens]
         sums = q.new_zeros(q.shape)
-        low, high = int(block.starts[rows].min()), int(block.stops[rows].max())
-        for left in range(low, high, tile.block_kv):
-            columns = slice(left, min(left + tile.block_kv, high))
-            column = torch.arange(columns.start, columns.stop, device=device)
-            hidden = (column < starts[rows]) | (column >= stops[rows])
-            values, scales, _ = keys.at(block, column)
-            values = values.masked_fill_(hidden.all(0)[:, None], 0.0)  # keys between ranges may hold NaN
+        for columns, values, scales, hidden in tiles_of(call, tile, keys, block, rows):
             d_sums = call.d_logits[tokens, columns]
             d_sums = (d_sums if scales is None else d_sums * scales).masked_fill(hidden, 0.0)
             products = torch.mm(q.flatten(0, 1), values.t()).unflatten(0, q.shape[:2])
