@@ -53,7 +53,7 @@ def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
     elif changed or has_scales(call) or hides_first_keys(call) or crowded or width > 128:
         rows = 32
     sizes = split_sizes(call, rows, looked_up=changed)
-    if hides_first_keys(call) and not nvidia:
+    if not nvidia and (hides_first_keys(call) or OLDER_COMPILER):
         sizes = sizes._replace(keys=min(sizes.keys, 32))
     if nvidia:
         most = 16 if width > 256 else 64 if width <= 64 and call.device.arch in WGMMA else 32
