@@ -1,10 +1,11 @@
 """How long a call takes: on a GPU by events with a cold L2 cache, on a CPU by the clock; medians of many.
 
-Comparisons interleave: round after round each candidate runs once, so that a change of clock or load meets all alike,
-and a ratio is the median over rounds of the ratio within a round.
+Comparisons interleave: round after round each candidate runs once, on a CPU in an order drawn anew, so that a change of
+clock or load meets all alike, and a ratio is the median over rounds of the ratio within a round.
 """
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -132,9 +133,11 @@ def _rounds(
         for _ in range(warm_up):
             function()
     samples: dict[str, list[float]] = {name: [] for name in candidates}
+    order, chance = list(candidates), random.Random(0)
     for _ in range(rounds):
-        for name, function in candidates.items():
-            samples[name].append(measure(function))
+        chance.shuffle(order)  # what a candidate finds in the caches depends on the one before it
+        for name in order:
+            samples[name].append(measure(candidates[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 

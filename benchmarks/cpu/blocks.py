@@ -31,7 +31,7 @@ def rate(add: Any, vectors: int, seconds: float = 0.2) -> float:
     @numba.njit
     def repeated(p: int, v: int, out: int, times: int) -> None:
         for _ in range(times):
-            product(p, v, out, ROWS, KEYS, COLUMNS, KEYS, 1, COLUMNS, COLUMNS, 1.0)
+            product(p, v, out, ROWS, KEYS, COLUMNS, KEYS, 1, COLUMNS, COLUMNS, 1.0, 0)
 
     p, v, out = (np.ones(shape, np.float32) for shape in ((ROWS, KEYS), (KEYS, COLUMNS), (ROWS, COLUMNS)))
     a, b, c = (array.ctypes.data for array in (p, v, out))

@@ -264,7 +264,9 @@ def score_keys(call, tile, unit, scores):
             read_keys(call, tile, count)
             q, width = tile.q + 4 * head * tile.rows * tile.width, tile.width
             columns = _records.up_to(count, COLUMNS)
-            multiply(tile, q, width, tile.transposed, tile.keys, tile.s, tile.keys, tokens * group, width, columns, 1.0)
+            multiply(
+                tile, q, width, tile.transposed, tile.keys, tile.s, tile.keys, tokens * group, width, columns, 1.0, 0
+            )
             for row in range(tokens * group):
                 token, s = row // group, tile.s + 4 * row * tile.keys
                 seen = min(int_at(tile.counts, token) - start, count)

@@ -18,6 +18,7 @@ from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import stride_names
 from ragged_attention.portable.numba._scaled_rows import side_numbers
 from ragged_attention.portable.numba._splits import expect_segment, expect_splits
+from ragged_attention.portable.numba._vectors import PAIRS
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 # Keys per segment in batch-invariant mode. Of what lists name, a range of positions has fewer.
@@ -100,13 +101,18 @@ def keys_of_a_decode(call: Any) -> int:
     return min(max(keys // 16 * 16, 16), 64)
 
 
+def keys_of_a_prompt(call: Any) -> int:
+    """How many keys many rows are multiplied with at a time; pairs of bfloat16 take half the memory of float32."""
+    return 384 if PAIRS and dtype_name(call.q) == "bfloat16" else 128
+
+
 def heuristic(call: Any) -> Tile:
     """The tile for a call. Decode is limited by memory bandwidth: few keys per tile spread its prefetches evenly."""
     if call.selected is not None:
         return tile_of_lists(call, call.num_tokens <= call.max_num_seqs)
     if call.num_tokens <= 4 * call.max_num_seqs:
         return Tile(block_q=block_q_of(call), block_kv=keys_of_a_decode(call))
-    return Tile(block_q=block_q_of(call), block_kv=128)
+    return Tile(block_q=block_q_of(call), block_kv=keys_of_a_prompt(call))
 
 
 def invariant_tile(call: Any) -> Tile:

@@ -373,7 +373,7 @@ def attend(call, tile, unit, head, rows):
         _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
             read_values(call, tile, count)
-        _tiles.mix_values(tile, rows, first, count)
+        _tiles.mix_values(tile, rows, count)
         first = after
 
 

@@ -15,7 +15,7 @@ from ragged_attention.portable.numba._vectors import LANES
 KERNEL = Kernel("latent_attention", _latent.FIELDS, _latent.plan, _latent.work)
 LatentCall = RaggedMlaAttention | MlaDecode | SparseMlaPrefill
 SPLITS_PER_TOKEN = 4  # in batch-invariant mode
-SIZE = 4 * LANES  # rows and keys in a tile, which should fit the L2 cache; it is larger on CPUs with wider vectors
+SIZE = 128 if LANES == 16 else 32  # rows and keys in a tile, which should fit the L2 cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ def add_own_gradients(call, tile, rows, count, dq):
         else:
             zero(s, 4 * up_to(count, LANES))
             zero(d_s, 4 * up_to(count, LANES))
-    product_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, 1, 0, width, 1.0)
+    product_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, 1, 0, width, 1.0, 0)
     add_row(dq, tile.dq, rows * width)
     spread(tile.d_s, tile.q, tile.own_dk, rows, count, width, keys, width)
     spread(tile.s, tile.d_out, tile.own_dv, rows, count, v_width, keys, v_width)

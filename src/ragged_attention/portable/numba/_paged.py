@@ -266,7 +266,7 @@ def attend_between(call, tile, unit, head, rows, low, high):
             _tiles.mix_values_in_place(tile, rows, count)
         else:
             wrong += read_values(call, tile, count)
-            _tiles.mix_values(tile, rows, first, count)
+            _tiles.mix_values(tile, rows, count)
         if wrong:
             add_wrong_values(call, tile, unit, rows, first, count)
         first = after

@@ -134,14 +134,14 @@ def add_values(call, tile, rows, count, shared):
     if shared:
         for row in range(0, rows, ROWS):
             _tiles.weigh_rows(tile, rows, row, 0, count)
-        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns)
+        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, 0)
         return
     _tiles.weigh_keys(tile, rows, 0, count, 0, 0, 0)
     if tile.paired:
         pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
     else:
         _tiles.read_rows(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
-    _tiles.mix_values(tile, rows, 0, count)
+    _tiles.mix_values(tile, rows, count)
 
 
 @compiled

@@ -157,37 +157,77 @@ def _block_of(add: Any, vectors: int, listed: bool, fresh: bool) -> Any:
     return block
 
 
-def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE) -> Any:
+@inlined
+def span_of(spans, row, count):
+    """The range of keys that ROWS rows, from row `row` on, need; all `count` if `spans` is 0.
+
+    `spans` is the address of two int64 for each ROWS rows.
+    """
+    place = 2 * (row // ROWS)
+    return (int_at(spans, place), int_at(spans, place + 1)) if spans else (0, count)
+
+
+def _parts_of(fresh: bool, keys_per_place: int) -> Any:
+    """A function for the range of the `keys` places that a block of ROWS rows multiplies; it may be empty.
+
+    `spans` is that of `span_of`. If `fresh`, its keys are the columns of the result, of which the block has `size` from
+    column `column` on; otherwise they are what is multiplied, `keys_per_place` of them in a place.
+    """
+
+    @inlined
+    def columns_of(spans, row, column, size, keys):
+        first, stop = span_of(spans, row, column + size)
+        return 0, keys if first < column + size and column < stop else 0
+
+    @inlined
+    def keys_of(spans, row, column, size, keys):
+        first, stop = span_of(spans, row, keys * keys_per_place)
+        return first // keys_per_place, (stop + keys_per_place - 1) // keys_per_place
+
+    return columns_of if fresh else keys_of
+
+
+def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE, keys_per_place: int = 1) -> Any:
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns]; the arguments are those of `_block_of`.
 
     `p` has two strides, `v` and `out` have one. Columns are computed some vectors at a time, the last of them two
-    vectors at a time.
+    vectors at a time. What the keys outside `spans` (see `span_of`) would add is left out.
     """
     wide_block, block = (_block_of(add, count, listed, fresh) for count in (vectors, COLUMNS // LANES))
-    step = vectors * LANES
+    step, part_of = vectors * LANES, _parts_of(fresh, keys_per_place)
+
+    @inlined
+    def operands_of(p, v, first, p_key, v_width):
+        return p + 4 * first * p_key, v + (8 if listed else 4 * v_width) * first
 
     @compiled
-    def product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor):
+    def product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor, spans):
         wide = columns // step * step
         for column in range(0, wide, step):
             for row in range(0, rows, ROWS):
-                target = out + 4 * (row * out_width + column)
-                wide_block(p + 4 * row * p_row, p_row, p_key, v, v_width, column, target, out_width, keys, factor)
+                first, stop = part_of(spans, row, column, step, keys)
+                if first < stop:
+                    a, b = operands_of(p + 4 * row * p_row, v, first, p_key, v_width)
+                    target = out + 4 * (row * out_width + column)
+                    wide_block(a, p_row, p_key, b, v_width, column, target, out_width, stop - first, factor)
         for column in range(wide, columns, COLUMNS):
             for row in range(0, rows, ROWS):
-                target = out + 4 * (row * out_width + column)
-                block(p + 4 * row * p_row, p_row, p_key, v, v_width, column, target, out_width, keys, factor)
+                first, stop = part_of(spans, row, column, COLUMNS, keys)
+                if first < stop:
+                    a, b = operands_of(p + 4 * row * p_row, v, first, p_key, v_width)
+                    target = out + 4 * (row * out_width + column)
+                    block(a, p_row, p_key, b, v_width, column, target, out_width, stop - first, factor)
 
     return product
 
 
-def _products_of(add: Any, listed: bool = False) -> tuple[Any, Any]:
+def _products_of(add: Any, listed: bool = False, keys_per_place: int = 1) -> tuple[Any, Any]:
     """The function `product`, which overwrites its result, and `mix`, which adds to it."""
-    product, added = product_of(add, listed, True), product_of(add, listed, False)
+    product, added = (product_of(add, listed, fresh, keys_per_place=keys_per_place) for fresh in (True, False))
 
     @inlined
-    def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width):
-        added(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, np.float32(1))
+    def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, spans):
+        added(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, np.float32(1), spans)
 
     return product, mix
 
@@ -223,4 +263,5 @@ scores = scores_of_pairs = _scores_of(fma)
 product, mix = product_of_pairs, mix_of_pairs = _products_of(add_product)
 product_listed, mix_listed = _products_of(add_product, listed=True)
 if PAIRS:
-    scores_of_pairs, (product_of_pairs, mix_of_pairs) = _scores_of(fma_pairs), _products_of(add_products_of_pairs)
+    scores_of_pairs = _scores_of(fma_pairs)
+    product_of_pairs, mix_of_pairs = _products_of(add_products_of_pairs, keys_per_place=2)

@@ -7,11 +7,14 @@ two adjacent columns if keys are multiplied in the cache or expanded; a place of
 adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
 rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` says for each group of ROWS rows
 whether it has any. All rows do if a list `repeats` a key, whose equal rounding errors would add up. Each row sees no
-position outside [left, right), and no row up to it sees `reach` or a later one. Rows of K and V that are stored with
-scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows become factors of the keys,
-`k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights (`multiply_weights`). Of a
-zero point that is no integer from 0 to 15, a paired tile subtracts the nearest one from the codes; `k_rests` and
-`v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has one for each row.
+position outside [left, right). Each ROWS rows are multiplied with the keys that one of them sees by these bounds, whose
+range in the tile is in `spans`; other logits are arbitrary until they become weights of 0.
+
+Rows of K and V that are stored with scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows
+become factors of the keys, `k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights
+(`multiply_weights`). Of a zero point that is no integer from 0 to 15, a paired tile subtracts the nearest one from the
+codes; `k_rests` and `v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has
+one for each row.
 
 The lists that begin with `next` have the `ahead` keys of the next tile. Their rows of `k_bytes` and `v_bytes` are
 prefetched a few at a time while the current keys are multiplied, so that memory is never idle. The scales of latents
@@ -31,6 +34,7 @@ from ragged_attention.portable.numba._products import (
     product_of_pairs,
     scores,
     scores_of_pairs,
+    span_of,
 )
 from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
 from ragged_attention.portable.numba._scaled_rows import SCRATCH
@@ -62,7 +66,7 @@ from ragged_attention.portable.numba._vectors import (
 NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "named_row",
            "repeats", "ahead", "k_bytes", "v_bytes",
            "scale_bytes", "segments", "keeps")  # fmt: skip
-BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "reach", "uneven",
+BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "spans", "uneven",
          "factors", "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "table", "named", "seen", "own_positions", "own_keys", "own_values",
          "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "k_rests", "v_rests",
@@ -144,10 +148,9 @@ def sum_query(tile, row):
 
 @inlined
 def set_bounds(tile, row, left, right):
-    """Set the range of positions outside which a row sees none; rows are set in ascending order."""
+    """Set the range of positions outside which a row sees none."""
     set_int(tile.left, row, left)
     set_int(tile.right, row, right)
-    set_int(tile.reach, row, max(right, int_at(tile.reach, row - 1)) if row else right)
 
 
 @inlined
@@ -280,25 +283,63 @@ def sum_of_rests(s, lost, rests, count):
     return total(sums)
 
 
+@inlined
+def seen_of(tile, row, first, count):
+    """The range of the `count` keys from position `first` on that a row sees; an empty one has any bounds."""
+    return within(int_at(tile.left, row) - first, count), within(int_at(tile.right, row) - first, count)
+
+
+@compiled
+def find_spans(tile, rows, first, count):
+    """Set `spans` for the `count` keys from position `first` on; a span begins with a whole vector."""
+    for row in range(0, rows, ROWS):
+        begin, end = count, 0
+        for each in range(row, min(row + ROWS, rows)):
+            left, right = seen_of(tile, each, first, count)
+            if left < right:
+                begin, end = min(begin, left), max(end, right)
+        begin = begin // LANES * LANES
+        set_int(tile.spans, 2 * (row // ROWS), begin)
+        set_int(tile.spans, 2 * (row // ROWS) + 1, max(begin, end))
+
+
+@inlined
+def sees_some(tile, row, begin, end):
+    """Whether any of ROWS rows, from row `row` on, sees any of the keys [begin, end)."""
+    first, stop = span_of(tile.spans, row, 0)
+    return first < end and begin < stop
+
+
+@inlined
+def rows_that_see(tile, rows, begin, end):
+    """The rows from the first to the last group of ROWS rows that sees any of the keys [begin, end), as a range."""
+    first, stop = 0, up_to(rows, ROWS)
+    while first < stop and not sees_some(tile, first, begin, end):
+        first += ROWS
+    while first < stop and not sees_some(tile, stop - ROWS, begin, end):
+        stop -= ROWS
+    return first, stop
+
+
 @compiled
 def weigh_rows(tile, rows, row, first, count):
     """Replace the logits of ROWS of a tile's `rows` rows, from row `row` on, by weights; returns the bits of `weigh`.
 
     The `count` keys begin at position `first`. Rows that pad a tile see what the last row sees.
     """
-    whole, seen, s = up_to(count, LANES), False, tile.s + 4 * row * tile.s_width
+    begin, end = span_of(tile.spans, row, 0)
+    whole, end, s = up_to(count, LANES), up_to(end, LANES), tile.s + 4 * row * tile.s_width
     for each in range(ROWS):
-        same = min(row + each, rows - 1)
-        left, right = within(int_at(tile.left, same) - first, count), within(int_at(tile.right, same) - first, count)
-        seen = seen or left < right
-        fill(s + 4 * each * tile.s_width, 0, min(left, right), NOTHING)
-        fill(s + 4 * each * tile.s_width, right, whole, NOTHING)
-    if not seen:
-        for each in range(ROWS):
-            fill(s + 4 * each * tile.s_width, 0, whole, np.float32(0))
+        logits = s + 4 * each * tile.s_width
+        left, right = seen_of(tile, min(row + each, rows - 1), first, count)
+        fill(logits, 0, begin, np.float32(0))
+        fill(logits, begin, min(left, right), NOTHING)
+        fill(logits, max(right, begin), end, NOTHING)
+        fill(logits, end, whole, np.float32(0))
+    if begin == end:
         return 0
     out = tile.out + 4 * row * tile.columns
-    few = weigh(s, tile.s_width, whole, row, tile.m_i, tile.l_i, out, tile.columns)
+    few = weigh(s + 4 * begin, tile.s_width, end - begin, row, tile.m_i, tile.l_i, out, tile.columns)
     return few & (1 << min(rows - row, ROWS)) - 1
 
 
@@ -361,25 +402,6 @@ def weight_at(tile, row, key):
 
 
 @compiled
-def first_to_see(tile, rows, position):
-    """The start of the first group of ROWS rows in which a row sees as far as `position`."""
-    row = 0
-    while row < rows and int_at(tile.reach, min(row + ROWS, rows) - 1) <= position:
-        row += ROWS
-    return row
-
-
-@compiled
-def keys_per_product(tile, first, count):
-    """The number of keys to multiply at a time: all `count` if the first row sees as far as the last, else COLUMNS.
-
-    With `segments` it is always `count`. The rounding errors of weights are multiplied after this many keys, so this
-    number must not depend on other rows.
-    """
-    return count if tile.segments or int_at(tile.reach, 0) >= first + count else COLUMNS
-
-
-@compiled
 def transpose_keys(keys, count, otherwise, places, target, width):
     """Transpose the first `places` 32-bit places of the `count` rows whose addresses `keys` lists.
 
@@ -391,16 +413,16 @@ def transpose_keys(keys, count, otherwise, places, target, width):
 
 
 @inlined
-def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, factor):
+def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, factor, spans):
     """Call `product_of_pairs` for a `paired` tile, else `product`."""
     if tile.paired:
-        product_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor)
+        product_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor, spans)
     else:
-        product(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor)
+        product(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor, spans)
 
 
 @compiled
-def multiply_many(tile, keys, rows, first, count, factor):
+def multiply_many(tile, keys, rows, count, factor):
     """`multiply_few` for many rows, for which keys are transposed."""
     width, s_width = tile.width, tile.s_width
     for key in range(0, count, LANES):
@@ -408,28 +430,26 @@ def multiply_many(tile, keys, rows, first, count, factor):
         target = tile.transposed + 4 * key
         transpose_keys(keys + 8 * key, min(LANES, count - key), tile.q, width, target, s_width)
     prefetch_keys(tile, up_to(count, LANES), tile.ahead)
-    step = keys_per_product(tile, first, count)
-    for key in range(0, count, step):
-        row, num_keys = first_to_see(tile, rows, first + key), up_to(min(step, count - key), COLUMNS)
-        q, k, s = tile.q + 4 * row * width, tile.transposed + 4 * key, tile.s + 4 * (row * s_width + key)
-        multiply(tile, q, width, k, s_width, s, s_width, rows - row, width, num_keys, factor)
+    columns = up_to(count, COLUMNS)
+    multiply(tile, tile.q, width, tile.transposed, s_width, tile.s, s_width, rows, width, columns, factor, tile.spans)
 
 
 @compiled
-def multiply_few(tile, keys, rows, first, count, factor):
+def multiply_few(tile, keys, rows, count, factor):
     """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists.
 
-    The first of these keys is at position `first`. Rows that see none of some keys are left out.
+    Some keys are multiplied at a time. Rows before the first and after the last one that sees any of them are left out.
     """
-    width, s_width, whole = tile.width, tile.s_width, up_to(rows, ROWS)
+    width, s_width = tile.width, tile.s_width
     for key in range(0, count, STEP):
         prefetch_keys(tile, key, key + STEP)
-        row, some, num_keys = first_to_see(tile, rows, first + key), keys + 8 * key, min(STEP, count - key)
+        some, num_keys = keys + 8 * key, min(STEP, count - key)
+        row, stop = rows_that_see(tile, rows, key, key + num_keys)
         q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
         if tile.paired:
-            scores_of_pairs(q, some, s, whole - row, num_keys, width, width, s_width, factor)
+            scores_of_pairs(q, some, s, stop - row, num_keys, width, width, s_width, factor)
         else:
-            scores(q, some, s, whole - row, num_keys, width, width, s_width, factor)
+            scores(q, some, s, stop - row, num_keys, width, width, s_width, factor)
     prefetch_keys(tile, up_to(count, STEP), tile.ahead)
 
 
@@ -442,10 +462,11 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
     `factor` then includes log2(e).
     """
     s_width, factor = tile.s_width, np.float32(factor)
+    find_spans(tile, rows, first, count)
     if rows > FEW_ROWS and not tile.segments:
-        multiply_many(tile, keys, rows, first, count, factor)
+        multiply_many(tile, keys, rows, count, factor)
     else:
-        multiply_few(tile, keys, rows, first, count, factor)
+        multiply_few(tile, keys, rows, count, factor)
     if rests:
         for row in range(rows):
             s = tile.s + 4 * row * s_width
@@ -466,33 +487,28 @@ def mix_values_in_place(tile, rows, count):
         if not int_at(tile.v_sources, key):
             set_int(tile.v_sources, key, tile.zeros)
     columns, s_width = tile.columns, tile.s_width
-    mix_listed(tile.s, tile.v_sources, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns)
+    mix_listed(tile.s, tile.v_sources, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, 0)
 
 
 @compiled
-def mix_values(tile, rows, first, count):
-    """Add the weighted values of `count` keys, from position `first` on, to the results."""
-    step, s_width, v_width, columns = keys_per_product(tile, first, count), tile.s_width, tile.v_width, tile.columns
-    whole = up_to(rows, ROWS)
-    for key in range(0, count, step):
-        row, num_keys = first_to_see(tile, rows, first + key), min(step, count - key)
-        if tile.paired:
-            mix_pairs(tile, row, whole, key // 2, (num_keys + 1) // 2)
-        else:
-            s, v, out = tile.s + 4 * (row * s_width + key), tile.v + 4 * key * v_width, tile.out + 4 * row * columns
-            mix(s, v, out, whole - row, num_keys, columns, s_width, 1, v_width, columns)
+def mix_values(tile, rows, count):
+    """Add the weighted values of `count` keys to the results."""
+    s_width, v_width, columns = tile.s_width, tile.v_width, tile.columns
+    if tile.paired:
+        mix_pairs(tile, rows, (count + 1) // 2)
+    else:
+        mix(tile.s, tile.v, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, v_width, columns, tile.spans)
 
 
 @compiled
-def mix_pairs(tile, first, stop, pair, count):
-    """Add `count` pairs of values, from pair `pair` on, to the results of the rows [first, stop), by their weights.
+def mix_pairs(tile, rows, count):
+    """Add `count` pairs of values to the results of a tile's rows by their weights.
 
     What rounding took of the weights is multiplied for the groups of ROWS rows that need it.
     """
-    s_width, v_width, columns, v = tile.s_width, tile.v_width, tile.columns, tile.v + 4 * pair * tile.v_width
-    s, out = tile.s + 4 * (first * s_width + pair), tile.out + 4 * first * columns
-    mix_of_pairs(s, v, out, stop - first, count, columns, s_width, 1, v_width, columns)
-    for row in range(first, stop, ROWS):
+    s_width, v_width, columns, v, spans = tile.s_width, tile.v_width, tile.columns, tile.v, tile.spans
+    mix_of_pairs(tile.s, v, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, v_width, columns, spans)
+    for row in range(0, rows, ROWS):
         if int_at(tile.uneven, row // ROWS):
-            lost, out = tile.lost + 4 * (row * s_width + pair), tile.out + 4 * row * columns
-            mix_of_pairs(lost, v, out, ROWS, count, columns, s_width, 1, v_width, columns)
+            lost, out = tile.lost + 4 * row * s_width, tile.out + 4 * row * columns
+            mix_of_pairs(lost, v, out, ROWS, count, columns, s_width, 1, v_width, columns, spans + 16 * (row // ROWS))

@@ -161,7 +161,7 @@ def query_gradients(call, tile, token):
             count, entry = list_keys(call, tile, token, entry, 0, 1)
             if count:
                 differentiate(tile, rows, count)
-                mix(tile.s, tile.k, tile.d_q, rows, count, tile.width, tile.keys, 1, tile.width, tile.width)
+                mix(tile.s, tile.k, tile.d_q, rows, count, tile.width, tile.keys, 1, tile.width, tile.width, 0)
         for row in range(last - first):
             place = token * call.num_heads + first + row
             target = call.d_q + size_of(call.q_format) * place * call.head_dim
@@ -194,7 +194,7 @@ def key_gradients(call, tile, owner):
                 rows = read_queries(call, tile, token, first, min(first + call.block_rows, call.num_heads))
                 differentiate(tile, rows, count)
                 written, columns = up_to(count, ROWS), tile.width
-                mix(tile.s, tile.q, tile.d_k, written, rows, columns, 1, tile.keys, columns, columns)
+                mix(tile.s, tile.q, tile.d_k, written, rows, columns, 1, tile.keys, columns, columns, 0)
             for key in range(count):
                 add_row(call.sums + 4 * int_at(tile.places, key) * width, tile.d_k + 4 * key * tile.width, width)
     for key in owned_keys(call, owner):

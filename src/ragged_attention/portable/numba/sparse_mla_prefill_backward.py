@@ -98,7 +98,7 @@ def query_gradients(call, tile, token, head, block):
         read_rows(call.q_format, tile.sources, tile.k, tile.width, call.head_dim, count)
         differentiate_rows(call, tile, rows, 0, 0, count, np.float32(0))
         width = tile.width
-        mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, width, tile.keys, 1, width, width)
+        mix(tile.d_s, tile.k, tile.dk, up_to(rows, ROWS), count, width, tile.keys, 1, width, width, 0)
     for row in range(rows):
         place = (token * call.num_q_heads + head * group + first + row) * call.head_dim
         target = call.dq + size_of(call.q_format) * place
@@ -133,8 +133,8 @@ def key_gradients(call, tile, head, owner):
                 rows = read_queries(call, tile, token, head, first, min(first + call.block_rows, group))
                 differentiate_rows(call, tile, rows, 0, 0, count, np.float32(0))
                 keys, v_width = tile.keys, tile.v_width
-                mix(tile.d_s, tile.q, tile.dk, written, rows, tile.width, 1, keys, tile.width, tile.width)
-                mix(tile.s, tile.d_out, tile.dk, written, rows, v_width, 1, keys, v_width, tile.width)
+                mix(tile.d_s, tile.q, tile.dk, written, rows, tile.width, 1, keys, tile.width, tile.width, 0)
+                mix(tile.s, tile.d_out, tile.dk, written, rows, v_width, 1, keys, v_width, tile.width, 0)
             add_rows(call, tile, head, count)
     for slot in range(owner, call.num_slots, call.owners):
         place = slot * call.num_kv_heads + head

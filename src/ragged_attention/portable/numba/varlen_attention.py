@@ -9,6 +9,7 @@ from ragged_attention.portable.numba._call import (
     KERNEL,
     Tile,
     block_q_of,
+    keys_of_a_prompt,
     numbers_of_bias,
     numbers_of_lists,
     numbers_of_sides,
@@ -27,7 +28,9 @@ FEATURES = frozenset({
 
 
 def heuristic(call: VarlenAttention) -> Tile:
-    return Tile(block_q=block_q_of(call), block_kv=64) if call.selected is None else tile_of_lists(call)
+    if call.selected is not None:
+        return tile_of_lists(call)
+    return Tile(block_q=block_q_of(call), block_kv=keys_of_a_prompt(call))
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:

@@ -67,6 +67,7 @@ FEATURES = frozenset({
 # The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
 SHARES = 16
+TILE_FLOATS = 2**16  # maximum floats in a tile's keys and values
 UNIT = ("seq", "low", "high", "split", "num_splits", "partial", "counter", "sums")
 unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 
@@ -74,7 +75,8 @@ unit_at, UNIT_BYTES = record_at(UNIT), 8 * len(UNIT)
 def heuristic(call: VarlenAttentionBackward) -> Tile:
     if call.selected is not None:  # one query at a time
         return Tile(block_q=1, block_kv=256)
-    return Tile(block_q=max(64 // call.group, 1), block_kv=64)
+    keys = min(TILE_FLOATS // (call.head_dim + call.v_head_dim), 256)
+    return Tile(block_q=max(64 // call.group, 1), block_kv=max(keys // 8 * 8, 8))
 
 
 # ---- dividing the work
@@ -246,9 +248,9 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
     """
     differentiate_rows(call, tile, rows, first + offset, offset, count, call.soft_cap)
     keys, width, v_width, written = tile.keys, tile.width, tile.v_width, up_to(count, ROWS)
-    mix(tile.d_s, tile.k + 4 * offset * width, dq, up_to(rows, ROWS), count, width, keys, 1, width, width)
-    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width)
-    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width)
+    mix(tile.d_s, tile.k + 4 * offset * width, dq, up_to(rows, ROWS), count, width, keys, 1, width, width, 0)
+    mix(tile.d_s, tile.q, tile.dk + 4 * offset * width, written, rows, width, 1, keys, width, width, 0)
+    mix(tile.s, tile.d_out, tile.dv + 4 * offset * v_width, written, rows, v_width, 1, keys, v_width, v_width, 0)
 
 
 @compiled
@@ -265,8 +267,9 @@ def attend_backward(call, tile, unit, head, dq, bounds):
     for first in range(low, high, tile.keys):
         count = min(tile.keys, high - first)
         earliest, last = tokens_seeing(call, seq, bounds, first, first + count)
-        zero(tile.dk, 4 * tile.keys * tile.width)
-        zero(tile.dv, 4 * tile.keys * tile.v_width)
+        cleared = min(up_to(count, ROWS) + ROWS, tile.keys)  # products are added to whole groups of ROWS keys
+        zero(tile.dk, 4 * cleared * tile.width)
+        zero(tile.dv, 4 * cleared * tile.v_width)
         if earliest < last:
             read_keys(call, tile, head, base + first, 0, count)
         if call.key_ranges and earliest < last:
