@@ -6,7 +6,7 @@ written. Only the function that C calls is linked with its parts, optimised, and
 inlined always or never, since LLVM takes far longer for one large function than for many small ones.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from llvmlite.binding import Linkage
 from numba.core import types
@@ -14,7 +14,7 @@ from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder, _LowerResult
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.registry import CPUDispatcher
-from numba.core.typed_passes import NativeLowering
+from numba.core.typed_passes import NativeLowering, NopythonTypeInference
 
 # Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects that must be deleted,
 # loops over mixed tuples, functions that Numba itself inlines.
@@ -81,6 +81,46 @@ class PartLowering(NativeLowering):
         return True
 
 
+class Remembering:
+    """Numba's typing context, but for the signatures of operators and intrinsics, which are found only once.
+
+    Numba looks for them at each call anew, which takes as long as the rest of its type inference.
+    """
+
+    _found: ClassVar[dict[tuple[Any, ...], Any]] = {}
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def resolve_function_type(self, function: Any, args: Any, kws: Any) -> Any:
+        if kws or not isinstance(function, types.Function):
+            return self._context.resolve_function_type(function, args, kws)
+        key = (function, args)
+        if key not in self._found:
+            self._found[key] = self._context.resolve_function_type(function, args, kws)
+        return self._found[key]
+
+
+@register_pass(mutates_CFG=True, analysis_only=False)
+class PartInference(NopythonTypeInference):
+    """Numba's type inference, with a memory."""
+
+    _name = "ragged_attention_part_inference"
+
+    def run_pass(self, state: Any) -> bool:
+        context, state.typingctx = state.typingctx, Remembering(state.typingctx)
+        try:
+            return super().run_pass(state)
+        finally:
+            state.typingctx = context
+
+
+REPLACED = {NativeLowering: PartLowering, NopythonTypeInference: PartInference}
+
+
 class PartCompiler(CompilerBase):
     """The pipeline of inner functions."""
 
@@ -88,7 +128,7 @@ class PartCompiler(CompilerBase):
         usual, manager = DefaultPassBuilder.define_nopython_pipeline(self.state), PassManager("ragged_attention_part")
         for kind, told in usual.passes:
             if kind.__name__ not in SPARED:
-                manager.add_pass(PartLowering if kind is NativeLowering else kind, told)
+                manager.add_pass(REPLACED.get(kind, kind), told)
         manager.finalize()
         return [manager]
 
