@@ -110,7 +110,7 @@ class PartInference(NopythonTypeInference):
 
     _name = "ragged_attention_part_inference"
 
-    def run_pass(self, state: Any) -> bool:
+    def run_pass(self, state: Any) -> Literal[True]:
         context, state.typingctx = state.typingctx, Remembering(state.typingctx)
         try:
             return super().run_pass(state)
