@@ -134,6 +134,11 @@ class Tile:
     def invariant(self) -> bool:
         return self.segment_kv > 0
 
+    @property
+    def short_rows(self) -> int:
+        """The most rows of a sequence that goes to the split kernel, all of which one program has."""
+        return min(self.split_block_q, self.block_q) if self.segment_kv else self.split_block_q
+
 
 def why_not(call: RaggedPagedAttention) -> str | None:
     return launchable(call, tile_kernel) or too_long(call)
@@ -159,7 +164,7 @@ def segments_to_split(call: Any, tile: Tile) -> int:
 
     Results of segments that are merged later take memory, and many sequences fill the GPU anyway.
     """
-    tokens = max(tile.split_block_q // call.group, 1)
+    tokens = max(tile.short_rows // call.group, 1)
     keys = max_visible_keys(call, tokens)
     segments = max(cdiv(keys, tile.segment_kv) + (keys < call.capacity), 1)  # a window may begin within a segment
     return segments if call.max_num_seqs * segments * call.num_kv_heads <= MAX_PARTS else 1
@@ -410,7 +415,7 @@ def in_bfloat16(call: Any) -> bool:
 
 def all_are_short(call: Any, tile: Tile) -> bool:
     """Whether the host expects all sequences to be short, so that the tile kernel need not run."""
-    few = most_tokens(call) * call.group <= tile.split_block_q
+    few = most_tokens(call) * call.group <= tile.short_rows
     return few and call.num_tokens > 0 and 0 < call.max_num_seqs <= SEQUENCES[-1]
 
 
@@ -448,7 +453,7 @@ def run_tile(call: Any, tile: Tile, launch: Any, shared: Shared) -> list[Any]:
     """Enqueue the tile kernel, for long sequences and rows that belong to no sequence; returns the results."""
     division = Division(
         GROUP=call.group,
-        SHORT_ROWS=tile.split_block_q,
+        SHORT_ROWS=tile.short_rows,
         BLOCK_KV=tile.block_kv,
         SPLIT_KV=False,
         PACKED=call.page_size == 0,
@@ -477,6 +482,7 @@ def run_split(call: Any, tile: Tile, launch: Any, shared: Shared, target: Any) -
     if tile.segment_kv:
         tile = dataclasses.replace(
             tile,
+            split_block_q=tile.short_rows,
             split_block_kv=tile.block_kv,
             split_num_warps=tile.num_warps,
             split_num_stages=tile.num_stages,

@@ -9,6 +9,8 @@ import pytest
 import ragged_attention as ra
 from ragged_attention import InvalidInput, Unsupported, config, dispatch
 from ragged_attention.testing.invariance import may_come_in_chunks, serves_what_is_trained
+from ragged_attention.testing.paged.corners import CORNERS
+from ragged_attention.testing.paged.oracle import check_attention
 from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.specs import VarlenSpec
@@ -95,6 +97,15 @@ def test_many_segments_change_no_bit(backend: str, framework: str, change: dict[
         pytest.skip(reason)
     with ra.use_backend(options=SMALL_SEGMENTS):
         serves_what_is_trained(runner, dataclasses.replace(SERVED, **change))
+
+
+@pytest.mark.parametrize("backend", ["numba", "triton"])
+def test_a_block_of_fewer_rows_than_a_short_sequence_has_segments(backend: str) -> None:
+    runner = Runner(framework="torch", backend=backend)
+    if reason := runner.absent():
+        pytest.skip(reason)
+    tokens = 2 if backend == "numba" else 16  # `triton` counts rows
+    check_attention(runner, CORNERS["speculative"](), {"segment_kv": 128, "block_q": tokens})
 
 
 def test_the_laws_notice_tiles_that_depend_on_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
