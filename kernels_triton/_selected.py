@@ -183,8 +183,10 @@ def visible_blocks(entries, exists, query, num_old, kv_len, mask, KIND: tl.const
 def names(lists_ptr, count, block, WIDTH: tl.constexpr):
     """Whether sorted lists of `count` blocks at the addresses `lists_ptr` name blocks, found by binary search.
 
-    The arguments broadcast; a list has at most WIDTH blocks.
+    The arguments broadcast; a list has at most WIDTH blocks. Where the lengths of sequences are garbage, a query may
+    have a list that was never written, whose count is anything.
     """
+    count = tl.minimum(count, WIDTH)
     low = tl.zeros_like(block + count)
     high = low + count
     size = WIDTH
