@@ -53,13 +53,13 @@ def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
     elif changed or has_scales(call) or hides_first_keys(call) or crowded or width > 128:
         rows = 32
     sizes = split_sizes(call, rows, looked_up=changed)
-    if not nvidia and (hides_first_keys(call) or OLDER_COMPILER):
-        sizes = sizes._replace(keys=min(sizes.keys, 32))
     if nvidia:
         most = 16 if width > 256 else 64 if width <= 64 and call.device.arch in WGMMA else 32
         keys = sizes.keys if decodes(call) else min(sizes.keys, most)
         stages = 1 if on_cuda_cores(call) else sizes.stages  # with more, ptxas spills a few bytes
         sizes = sizes._replace(keys=keys, warps=max(sizes.warps, 8), stages=stages)
+    elif hides_first_keys(call) or OLDER_COMPILER:
+        sizes = sizes._replace(keys=min(sizes.keys, 32))
     fields = fitting_pages(call, sizes).fields("block_q")
     return {**fields, "split_block_q": rows_of_short(call, short_tokens, rows)}
 

@@ -6,8 +6,8 @@ neither on their order nor on the number of threads.
 
 from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._records import up_to
-from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import LN2, NOTHING, capped
+from ragged_attention.portable.numba._tiles import seen_of
 from ragged_attention.portable.numba._vectors import (
     LANES,
     compiled,
@@ -40,7 +40,7 @@ def cap_of_products(call):
 def largest_of_row(tile, row, first, count):
     """The largest visible logit of a row; hidden ones become NOTHING."""
     s, whole = tile.s + 4 * row * tile.s_width, up_to(count, LANES)
-    left, right = within(int_at(tile.left, row) - first, count), within(int_at(tile.right, row) - first, count)
+    left, right = seen_of(tile, row, first, count)
     fill(s, 0, min(left, right), NOTHING)
     fill(s, right, whole, NOTHING)
     largest = load(s, 0)

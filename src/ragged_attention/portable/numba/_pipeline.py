@@ -82,9 +82,9 @@ class PartLowering(NativeLowering):
 
 
 class Remembering:
-    """Numba's typing context, but for the signatures of operators and intrinsics, which are found only once.
+    """Numba's typing context, which here finds the signature of an operator or intrinsic only once.
 
-    Numba looks for them at each call anew, which takes as long as the rest of its type inference.
+    Numba itself searches at each call, which takes as long as the rest of its type inference.
     """
 
     _found: ClassVar[dict[tuple[Any, ...], Any]] = {}

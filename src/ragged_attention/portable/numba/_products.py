@@ -168,10 +168,11 @@ def span_of(spans, row, count):
 
 
 def _parts_of(fresh: bool, keys_per_place: int) -> Any:
-    """A function for the range of the `keys` places that a block of ROWS rows multiplies; it may be empty.
+    """A function for the range of places over which a block of ROWS rows sums its products; it may be empty.
 
-    `spans` is that of `span_of`. If `fresh`, its keys are the columns of the result, of which the block has `size` from
-    column `column` on; otherwise they are what is multiplied, `keys_per_place` of them in a place.
+    `spans` is that of `span_of`. If `fresh`, the keys are the columns of the result: a block of `size` columns, from
+    `column` on, sums over all places, or over none if its rows need none of these columns. Otherwise a place holds
+    `keys_per_place` keys, and a block sums over the places of the keys that its rows need.
     """
 
     @inlined
