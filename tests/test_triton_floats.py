@@ -244,6 +244,24 @@ def test_dot_multiplies_values(dtype: torch.dtype) -> None:
 
 
 @triton.jit
+def multiply_block(a_ptr, b_ptr, out_ptr, rows: tl.constexpr, inner: tl.constexpr, columns: tl.constexpr):
+    row, k, column = tl.arange(0, rows)[:, None], tl.arange(0, inner), tl.arange(0, columns)
+    a = tl.load(a_ptr + row * inner + k[None, :])
+    b = tl.load(b_ptr + k[:, None] * columns + column[None, :])
+    tl.store(out_ptr + row * columns + column[None, :], tl.dot(a, b, input_precision="ieee"))
+
+
+@pytest.mark.parametrize("columns", [16, 64])
+def test_a_row_of_a_dot_has_the_same_bits_in_any_block(columns: int) -> None:
+    a, b = torch.randn(64, 32), torch.randn(32, columns)
+    whole, parts = torch.empty(64, columns), torch.empty(64, columns)
+    launched(multiply_block, a, b, whole, rows=64, inner=32, columns=columns)
+    for first in range(0, 64, 16):
+        launched(multiply_block, a[first:], b, parts[first:], rows=16, inner=32, columns=columns)
+    assert torch.equal(whole, parts)
+
+
+@triton.jit
 def add_atomically(x_ptr, out_ptr, before_ptr):
     i = tl.arange(0, 16)
     before = tl.atomic_add(out_ptr + i // 8, tl.load(x_ptr + i), mask=i % 4 != 3)

@@ -140,7 +140,16 @@ class Builder(interpreter.InterpreterBuilder):
         return narrowed(interpreter.TensorHandle(numbers.fma_wide(*wide), tl.float64), z.dtype)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        return super().create_dot(widened(a), widened(b), d, input_precision, max_num_imprecise_acc)
+        """Sum in float64 and round once: on a GPU, a row's sum does not depend on its place in a block.
+
+        In float32 it may: the BLAS library that NumPy calls adds in an order that depends on shapes and on the CPU.
+        """
+        if not (a.dtype.is_floating() and b.dtype.is_floating() and d.dtype.scalar.is_fp32()):
+            return super().create_dot(widened(a), widened(b), d, input_precision, max_num_imprecise_acc)
+        exact = (values_of(handle.data, handle.dtype).astype(np.float64) for handle in (a, b, d))
+        a, b, d = (interpreter.TensorHandle(data, tl.float64) for data in exact)
+        result = super().create_dot(a, b, d, input_precision, max_num_imprecise_acc)
+        return interpreter.TensorHandle(result.data.astype(np.float32), tl.float32)
 
     def create_atomic_rmw(self, rmwOp: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         if not is_narrow(val.dtype) or rmwOp != interpreter._ir.ATOMIC_OP.FADD:
