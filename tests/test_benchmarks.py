@@ -294,6 +294,33 @@ def test_a_cpu_is_told_from_others_of_its_name(tmp_path: Path) -> None:
     assert "family" not in page.machine(info)
 
 
+def test_each_kind_of_cpu_has_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from benchmarks.cpu import page
+
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    monkeypatch.setattr(page, "replace", lambda *_: None)
+
+    def record(cpu: str, date: str, *ratios: float) -> dict[str, Any]:
+        rows = [
+            {"name": f"C{number}", "what": "", "milliseconds": {"ours": 1.0}, "share_of_copy": 0, "share_of_product": 0,
+             "ratios": {"vllm": ratio, "dense": 0.1}}
+            for number, ratio in enumerate(ratios)
+        ]  # fmt: skip
+        run = {"threads": 1, "bytes_per_second": 1.0, "flops": 1.0, "cases": rows}
+        return {"cpu": cpu, "date": date, "commit": "", "torch": "", "runs": [run]}
+
+    for each in (
+        ("Zen (2 CPUs)", "2030-01-01", 0.5),
+        ("Core", "2030-02-01", 2.0),
+        ("Zen (2 CPUs)", "2030-03-01", 3.0, 0.9),
+    ):
+        page.save(record(*each))
+    assert [file.name for file in page.records()] == ["cpu_2030-02-01_core.json", "cpu_2030-03-01_zen_2_cpus.json"]
+    lines = page.summary(list(page.records().values())).splitlines()
+    assert lines[-1] == "| Zen (2 CPUs) | 2030-03-01 | 1 | 1.95 | 0.90: C1 beside vLLM |"
+
+
 def test_growth_on_a_cpu_is_planned_as_kernels_divide_work() -> None:
     growth = pytest.importorskip("benchmarks.cpu.growth")
     assert growth.programs_of([100]) == [100] * growth.NUM_KV_HEADS

@@ -20,12 +20,10 @@ draws the picture then.
 
 import argparse
 import datetime
-import json
 import os
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,7 +35,6 @@ from benchmarks.cpu import page
 from benchmarks.cpu.cases import CASES, DENSE, EAGER, OURS, Case
 from benchmarks.timing import Timing, on_cpu, ratio
 
-RESULTS = Path(__file__).resolve().parents[1] / "results"
 ALONE = (
     "jax",
 )  # after the others: torch's threads spin for a while when a call is over, and XLA's would not get theirs
@@ -66,9 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                "cases": rows})  # fmt: skip
         console.print(shown(record["runs"][-1]))
     if options.save:
-        file = RESULTS / f"cpu_{record['date']}.json"
-        file.write_text(json.dumps(record, indent=1) + "\n")
-        page.write(record)
+        page.save(record)
     return int(any("wrong" in row for run in record["runs"] for row in run["cases"]))
 
 

@@ -116,7 +116,8 @@ class Paged(Case):
         } | scale
 
         def ours(backend: str) -> Callable[[], Any]:
-            return lambda: ragged_paged_attention(**arguments, backend=backend)
+            out = torch.empty_like(inputs["q"])  # as an engine has it, and as the peers write it
+            return lambda: ragged_paged_attention(**arguments, backend=backend, out=out)
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
         if self.cache_dtype is None:

@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.cpu.__main__ import RESULTS, facts
+from benchmarks.cpu import page
+from benchmarks.cpu.__main__ import facts
 from benchmarks.cpu.cases import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
 from benchmarks.timing import on_cpu, ratio
 from ragged_attention.portable.numba._splits import PROGRAMS, splits_of
 from ragged_attention.torch import ragged_paged_attention
 
-FILE = RESULTS / "growth_cpu.json"
+FILE = page.RESULTS / "growth_cpu.json"
 NUM_SEQS = (1, 4, 16, 64)
 LENGTHS = (128, 512, 2048, 8192, 32768, 65536)
 MOST_KEYS = 2**18  # of a batch: a gigabyte

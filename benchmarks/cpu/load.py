@@ -28,10 +28,10 @@ from typing import Any
 import torch
 
 from benchmarks.cpu import page
-from benchmarks.cpu.__main__ import RESULTS, facts
+from benchmarks.cpu.__main__ import facts
 from benchmarks.cpu.cases import BF16, DECODES, Paged
 
-FILE = RESULTS / "load_cpu.json"
+FILE = page.RESULTS / "load_cpu.json"
 BEGIN = "<!-- written by `python -m benchmarks.cpu.load` -->\n"
 CASES = (
     Paged(name="C2", what="8 decodes at 1k, bf16", dtype=BF16, lens=DECODES),

@@ -1,17 +1,22 @@
 """What a run has measured, as tables of docs/cpu_measured.md and the README. docs/pictures/draw.py has the picture."""
 
+import json
 import os
 import platform
-from collections.abc import Mapping
+import re
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGE, README = ROOT / "docs" / "cpu_measured.md", ROOT / "README.md"
 BEGIN, END = "<!-- written by `make bench-cpu` -->\n", "<!-- end of what is written -->\n"
-PEERS = ("vllm", "sglang", "openvino", "ggml", "zentorch", "sdpa", "eager", "named", "dense", "jax")
+OTHERS = ("vllm", "sglang", "openvino", "ggml", "zentorch", "sdpa", "eager")
+PEERS = (*OTHERS, "named", "dense", "jax")
 TITLES = {
     "vllm": "vLLM",
     "sglang": "SGLang",
@@ -27,10 +32,29 @@ TITLES = {
 IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")
 
 
-def write(record: Mapping[str, Any]) -> None:
-    """The page's tables and the README's."""
+def save(record: Mapping[str, Any]) -> None:
+    """Keep a record as that of its CPU, in the place of an older one, and write the page's tables and the README's."""
+    for file, kept in records().items():
+        if kept["cpu"] == record["cpu"]:
+            file.unlink()
+    kind = re.sub(r"[^a-z0-9]+", "_", record["cpu"].lower()).strip("_")
+    (RESULTS / f"cpu_{record['date']}_{kind}.json").write_text(json.dumps(record, indent=1) + "\n")
+    write(record, list(records().values()))
+
+
+def records() -> dict[Path, Any]:
+    """The saved records by file, the newest one last; one for each kind of CPU."""
+    return {file: json.loads(file.read_text()) for file in sorted(RESULTS.glob("cpu_*.json"))}
+
+
+def write(record: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> None:
+    """The page's tables and the README's from a record, and a summary of all records."""
     told = f"{record['cpu']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
-    parts = [f"Measured on {told}\n"]
+    parts = [
+        "All cases and all other implementations together, on each CPU that was measured:\n\n",
+        summary(every),
+        f"\nThe rest of this section was measured on {told}\n",
+    ]
     for run in record["runs"]:
         rates = (
             f"a copy moves {run['bytes_per_second'] / 1e9:.1f} GB/s, torch multiplies {run['flops'] / 1e9:.0f} GFLOP/s"
@@ -39,6 +63,20 @@ def write(record: Mapping[str, Any]) -> None:
     replace(PAGE, "".join(parts), BEGIN, END)
     last = record["runs"][-1]
     replace(README, f"{_threads(last)} of {told}\n\n" + table(last, long=False), BEGIN, END)
+
+
+def summary(every: Sequence[Mapping[str, Any]]) -> str:
+    """A table of records: the median of the ratios to others, and the lowest of them with its case and its library."""
+    lines = ["| CPU | date | threads | median | lowest |", "|---|---|---|---|---|"]
+    for record in every:
+        for run in record["runs"]:
+            found = [(ratio, row["name"], name) for row in run["cases"] for name, ratio in row["ratios"].items()]
+            found = [each for each in found if each[2] in OTHERS]
+            least, case, name = min(found)
+            median = statistics.median(ratio for ratio, *_ in found)
+            cells = record["cpu"], record["date"], run["threads"], f"{median:.2f}"
+            lines.append(f"| {' | '.join(map(str, cells))} | {least:.2f}: {case} beside {TITLES[name]} |")
+    return "\n".join(lines) + "\n"
 
 
 def _threads(run: Mapping[str, Any]) -> str:

@@ -209,6 +209,7 @@ def run(
         "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
         **numbers_of_bias(call), **numbers_of_lists(call), **numbers_of_sides(forms, scales, launch),
+        "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # of segments, all tiles have as many keys
     }  # fmt: skip
     axes_of_pages = dict.fromkeys(pages, axes)
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=axes_of_pages, results=results_of(call))

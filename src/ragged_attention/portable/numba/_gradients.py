@@ -214,11 +214,11 @@ def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
     k, v = tile.k_rows + 8 * offset, tile.v_rows + 8 * offset
     if tile.paired:
         width, v_width = tile.width // 2, tile.v_width // 2
-        scores_of_pairs(tile.q_pairs, k, tile.s, whole, count, width, width, tile.keys, 1.0)
-        scores_of_pairs(tile.d_out_pairs, v, tile.d_s, whole, count, v_width, v_width, tile.keys, 1.0)
+        scores_of_pairs(tile.q_pairs, k, tile.s, whole, count, width, width, tile.keys, 1.0, 0, 0)
+        scores_of_pairs(tile.d_out_pairs, v, tile.d_s, whole, count, v_width, v_width, tile.keys, 1.0, 0, 0)
     else:
-        scores(tile.q, k, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0)
-        scores(tile.d_out, v, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0)
+        scores(tile.q, k, tile.s, whole, count, tile.width, tile.width, tile.keys, 1.0, 0, 0)
+        scores(tile.d_out, v, tile.d_s, whole, count, values, tile.v_width, tile.keys, 1.0, 0, 0)
     for row in range(whole):
         left = within(int_at(tile.left, row) - first, count) if row < rows else 0
         right = within(int_at(tile.right, row) - first, count) if row < rows else 0

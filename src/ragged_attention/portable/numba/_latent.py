@@ -344,7 +344,7 @@ def read_values(call, tile, count):
 
 
 @compiled
-def attend(call, tile, unit, head, rows):
+def attend(call, tile, unit, head, _, rows):
     """Attend from a unit's rows to its keys, one tile of keys after another."""
     length, _ = lengths_of(call, unit.seq, unit.token)
     factor = scale_of_logits(call, head) * (LOG2E if call.soft_cap == 0 else np.float32(1))
@@ -361,7 +361,7 @@ def attend(call, tile, unit, head, rows):
         _tiles.advance(tile)
         read_keys(call, tile, within(length - first, count) if call.sparse else count, count)
         next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
-        tile.ahead = min(tile.keys, stop - after)
+        _tiles.expect_next(tile, min(tile.keys, stop - after))
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
         _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, 0, cap_of_products(call))
         if call.num_ranges > 1:

@@ -11,7 +11,7 @@ from ragged_attention.portable.numba._packed_rows import read_keys, read_token, 
 from ragged_attention.portable.numba._products import ROWS, product_listed, scores, spread
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._sequences import first_key_of, kv_len_of, queries_of
-from ragged_attention.portable.numba._vectors import LANES, add_row, compiled, int_at, prefetch, set_int, zero
+from ragged_attention.portable.numba._vectors import LANES, add_row, compiled, int_at, prefetch_early, set_int, zero
 
 
 @compiled
@@ -34,8 +34,10 @@ def prefetch_named(call, head, named, base, first, stop, packed):
     position = _selected.next_key(call, named, base, first, stop)
     while position < stop:
         place = packed + position
-        prefetch(call.k + size * (place * call.k_token_stride + head * call.k_head_stride), size * call.head_dim)
-        prefetch(call.v + size * (place * call.v_token_stride + head * call.v_head_stride), size * call.v_head_dim)
+        prefetch_early(call.k + size * (place * call.k_token_stride + head * call.k_head_stride), size * call.head_dim)
+        prefetch_early(
+            call.v + size * (place * call.v_token_stride + head * call.v_head_stride), size * call.v_head_dim
+        )
         position = _selected.next_key(call, named, base, position + 1, stop)
 
 
@@ -68,8 +70,8 @@ def add_own_gradients(call, tile, rows, count, dq):
     """Add the contributions of a token's rows and its `count` listed keys to all gradients."""
     whole, values = up_to(rows, ROWS), up_to(call.v_head_dim, LANES)
     keys, width, v_width = tile.keys, tile.width, tile.v_width
-    scores(tile.q, tile.own_k, tile.s, whole, count, width, width, keys, 1.0)
-    scores(tile.d_out, tile.own_v, tile.d_s, whole, count, values, v_width, keys, 1.0)
+    scores(tile.q, tile.own_k, tile.s, whole, count, width, width, keys, 1.0, 0, 0)
+    scores(tile.d_out, tile.own_v, tile.d_s, whole, count, values, v_width, keys, 1.0, 0, 0)
     for row in range(whole):
         s, d_s = tile.s + 4 * row * keys, tile.d_s + 4 * row * keys
         if row < rows and int_at(tile.left, row) < int_at(tile.right, row):
@@ -77,7 +79,7 @@ def add_own_gradients(call, tile, rows, count, dq):
         else:
             zero(s, 4 * up_to(count, LANES))
             zero(d_s, 4 * up_to(count, LANES))
-    product_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, 1, 0, width, 1.0, 0)
+    product_listed(tile.d_s, tile.own_k, tile.dq, whole, count, width, keys, width)
     add_row(dq, tile.dq, rows * width)
     spread(tile.d_s, tile.q, tile.own_dk, rows, count, width, keys, width)
     spread(tile.s, tile.d_out, tile.own_dv, rows, count, v_width, keys, v_width)

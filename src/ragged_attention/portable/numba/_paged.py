@@ -5,13 +5,15 @@ Packed keys are treated as pages of one key each; the index of a page is the row
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
 each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
 causal mask, the window, the ranges of keys or the lists of blocks of keys hide from the whole block are skipped. A
-program computes one unit for one KV head. A block with a large share of the work has several splits, and the last of
-them to finish merges them. How the work is divided depends on the shapes, lengths and ranges alone.
+program computes one unit for one KV head, or a unit of few rows for several (`_paged_heads`). A block with a large
+share of the work has several splits, and the last of them to finish merges them. How the work is divided depends on the
+shapes, lengths and ranges alone.
 """
 
 from ragged_attention.portable.numba import _formats, _masks, _selected, _splits, _tiles
 from ragged_attention.portable.numba._formats import scale_of, size_of
 from ragged_attention.portable.numba._max_logits import cap_of_products, clear_largest, keep_largest
+from ragged_attention.portable.numba._paged_heads import expect_parts, heads_together
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
     keeps_order,
@@ -38,6 +40,7 @@ from ragged_attention.portable.numba._paged_scales import (
     read_key_factors,
     read_value_factors,
 )
+from ragged_attention.portable.numba._products import ROWS
 from ragged_attention.portable.numba._records import Fields, up_to
 from ragged_attention.portable.numba._scaled_rows import (
     expanded,
@@ -68,7 +71,7 @@ FIELDS = Fields(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
         "num_ranges", "num_lists", "num_selected", "block_size", "scale", "soft_cap", "bias_width", "bias_stride",
-        "bias_at_own", "return_max_logits", "block_q", "block_kv", "segment_kv",
+        "bias_at_own", "return_max_logits", "block_q", "block_kv", "decode_kv", "segment_kv",
         *side_fields("k_"), *side_fields("v_"),
     ),
     plan=(*_splits.SPLITS, "named_size"),
@@ -133,7 +136,9 @@ def plan(address):
     call = call_of(address)
     clear_gaps(call)
     clear_largest(call)
-    return plan_units(call, call.num_q_heads // call.num_kv_heads)
+    num_programs = plan_units(call, call.num_q_heads // call.num_kv_heads)
+    call.heads = heads_together(call, num_programs)
+    return num_programs
 
 
 # ---- one program
@@ -192,7 +197,7 @@ def read_keys(call, tile, count):
 @inlined
 def read_values(call, tile, count):
     """Read `count` values; returns how many have scales that might make them infinite or NaN, and so are 0 here."""
-    values, step = values_of(call), _tiles.STEP
+    values, step = values_of(call), _tiles.PIECE
     if expanded(values):
         _tiles.prefetch_values(tile, 0, tile.ahead)
         return expand_values(call, tile, count)
@@ -210,66 +215,88 @@ def read_values(call, tile, count):
 
 
 @compiled
-def attend(call, tile, unit, head, rows):
+def attend(call, tile, unit, head, heads, rows):
     """Attend from a unit's rows to its keys, one segment after another if the call has segments."""
     low, high, size = unit.low, unit.high, call.segment_kv
     while size and low // size < (high - 1) // size:
         end = (low // size + 1) * size
-        attend_between(call, tile, unit, head, rows, low, end)
+        attend_between(call, tile, unit, head, heads, rows, low, end)
         _splits.keep(call, tile, rows)
         low = end
-    attend_between(call, tile, unit, head, rows, low, high)
+    attend_between(call, tile, unit, head, heads, rows, low, high)
     if size:
         _splits.merge_kept(call, tile, rows)
 
 
 @compiled
-def attend_between(call, tile, unit, head, rows, low, high):
-    """Attend from a unit's rows to the keys [low, high), one tile of keys after another."""
+def attend_between(call, tile, unit, first_head, heads, rows, low, high):
+    """Attend from a unit's rows to the keys [low, high), one tile of keys after another, of each for all `heads`."""
     if call.num_lists:
-        attend_to_blocks(call, tile, unit, head, low, high)
+        attend_to_blocks(call, tile, unit, first_head, low, high)
         return
-    seq = unit.seq
-    in_place, factor = reads_in_place(call, tile), factor_of(call, head)
-    v_in_place = rows <= _tiles.FEW_ROWS and not tile.paired and values_in_place(call)
     set_row_bytes(call, tile)
-    tokens, kv_len = (unit.first, unit.last), kv_len_of(call, seq)
+    tokens, kv_len, next_head = (unit.first, unit.last), kv_len_of(call, unit.seq), first_head + heads
+    size = min(call.decode_kv, tile.keys) if call.decode_kv and rows <= _tiles.FEW_ROWS else tile.keys
     first, stop, whole = _masks.seen_from(call, tokens, kv_len, low, high)
-    next_holes = list_seen(call, tile, unit, head, first, stop, whole)
+    next_holes = list_seen(call, tile, unit, first_head, first, min(first + size, stop), whole)
     while first < stop:
-        count, holes = min(tile.keys, stop - first), next_holes
-        after = first + count
+        count, seen_whole = min(size, stop - first), whole
+        after = end = first + count
         if after == stop:
             after, stop, whole = _masks.seen_from(call, tokens, kv_len, after, high)
-        _tiles.advance_scaled(tile)
-        keys, factors, wrong = tile.sources if in_place else tile.k_rows, read_keys(call, tile, count), 0
-        rests = tile.k_rests if leaves_rests(keys_of(call), tile) else 0
-        next_holes, tile.ahead = list_seen(call, tile, unit, head, after, stop, whole), min(tile.keys, stop - after)
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, cap_of_products(call))
-        if call.return_max_logits:
-            hide_unseen(call, tile, unit, rows, first, count)
-            keep_largest(call, tile, head, 0, rows, call.num_q_heads // call.num_kv_heads, first, count, holes)
-        if call.alibi_slopes:
-            add_slopes(call, tile, unit, head, rows, first, count)
-        if call.relative_bias:
-            add_relative_bias(call, tile, unit, head, rows, first, count)
-        if call.drafted:
-            hide_undrafted(call, tile, unit, first, count)
-        if call.num_ranges > 1:
-            group = call.num_q_heads // call.num_kv_heads
-            _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
-        values, factors = values_of(call), 0
-        if folded(values):
-            factors, wrong = tile.v_factors, read_value_factors(call, tile, count)
-        _tiles.weigh_keys(tile, rows, first, count, holes, factors, tile.v_rests if leaves_rests(values, tile) else 0)
-        if v_in_place:
-            _tiles.mix_values_in_place(tile, rows, count)
-        else:
-            wrong += read_values(call, tile, count)
-            _tiles.mix_values(tile, rows, count)
-        if wrong:
-            add_wrong_values(call, tile, unit, rows, first, count)
+        after_next = min(after + size, stop)
+        for head in range(first_head, next_head):
+            holes = next_holes
+            _tiles.advance_scaled(tile)
+            if head + 1 < next_head:
+                if head == first_head:
+                    list_seen(call, tile, unit, head, after, after_next, whole)
+                    _tiles.keep_next(tile)
+                next_holes = list_seen(call, tile, unit, head + 1, first, end, seen_whole)
+            else:
+                next_holes = list_seen(call, tile, unit, first_head, after, after_next, whole)
+            _tiles.expect_next(tile, after_next - after)
+            if heads > 1:
+                expect_parts(call, tile, head - first_head, heads)
+            attend_to_tile(call, tile, unit, head, rows, first, count, holes)
+            _tiles.shift(tile, up_to(rows, ROWS))
+        _tiles.shift(tile, -heads * up_to(rows, ROWS))
         first = after
+
+
+@inlined
+def attend_to_tile(call, tile, unit, head, rows, first, count, holes):
+    """Attend from a unit's rows to the `count` keys that a tile has, from position `first` on; `holes` are missing."""
+    group, kv_len, values = call.num_q_heads // call.num_kv_heads, kv_len_of(call, unit.seq), values_of(call)
+    keys, factors, wrong = tile.sources if reads_in_place(call, tile) else tile.k_rows, read_keys(call, tile, count), 0
+    rests, cap, factor = (
+        tile.k_rests if leaves_rests(keys_of(call), tile) else 0,
+        cap_of_products(call),
+        factor_of(call, head),
+    )
+    _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, cap)
+    if call.return_max_logits:
+        hide_unseen(call, tile, unit, rows, first, count)
+        keep_largest(call, tile, head, 0, rows, group, first, count, holes)
+    if call.alibi_slopes:
+        add_slopes(call, tile, unit, head, rows, first, count)
+    if call.relative_bias:
+        add_relative_bias(call, tile, unit, head, rows, first, count)
+    if call.drafted:
+        hide_undrafted(call, tile, unit, first, count)
+    if call.num_ranges > 1:
+        _masks.hide_gaps(call, tile, unit.first, 0, rows, group, kv_len, first, count)
+    factors = 0
+    if folded(values):
+        factors, wrong = tile.v_factors, read_value_factors(call, tile, count)
+    _tiles.weigh_keys(tile, rows, first, count, holes, factors, tile.v_rests if leaves_rests(values, tile) else 0)
+    if rows <= _tiles.FEW_ROWS and not tile.paired and values_in_place(call):
+        _tiles.mix_values_in_place(tile, rows, count)
+    else:
+        wrong += read_values(call, tile, count)
+        _tiles.mix_values(tile, rows, count)
+    if wrong:
+        add_wrong_values(call, tile, unit, rows, first, count)
 
 
 @compiled

@@ -130,17 +130,17 @@ def add_values(call, tile, rows, count, shared):
     Values that tokens share are float32, and so are their weights: a pair of bfloat16 would hold two neighbouring keys,
     of which a token may see one.
     """
-    columns, s_width, code = tile.columns, tile.s_width, call.v_codes
+    columns, s_width, values = tile.columns, tile.s_width, tile.own_values
     if shared:
         for row in range(0, rows, ROWS):
             _tiles.weigh_rows(tile, rows, row, 0, count)
-        mix_listed(tile.s, tile.own_values, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, 0)
+        mix_listed(tile.s, values, tile.out, up_to(rows, ROWS), count, columns, s_width, columns, values, 0)
         return
     _tiles.weigh_keys(tile, rows, 0, count, 0, 0, 0)
     if tile.paired:
-        pair_values(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+        pair_values(call.v_codes, values, tile.v, tile.v_width, call.v_head_dim, count)
     else:
-        _tiles.read_rows(code, tile.own_values, tile.v, tile.v_width, call.v_head_dim, count)
+        _tiles.read_rows(call.v_codes, values, tile.v, tile.v_width, call.v_head_dim, count)
     _tiles.mix_values(tile, rows, count)
 
 
@@ -158,7 +158,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
     _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, 0, cap_of_products(call))
     if call.return_max_logits:
         keep_largest(call, tile, head, 0, group, group, 0, count, 0)
-    _tiles.prefetch_rows(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
+    _tiles.prefetch_rows_early(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
     if call.alibi_slopes or call.relative_bias:
         add_biases(call, tile, unit, head, token, count)
     add_values(call, tile, group, count, shares_values(call, unit))
@@ -184,14 +184,14 @@ def attend_to_blocks(call, tile, unit, head, low, high):
         tile.named_row = _selected.row_of(blocks)
         _selected.mark(call, tile.named, unit.first, unit.last, head, base, blocks)
         first, next_count, next_holes = list_named(call, tile, unit, head, base, max(base * size, low), stop)
-        _tiles.prefetch_rows(tile.next_sources, 0, next_count, tile.k_bytes)
-        _tiles.prefetch_rows(tile.next_v_sources, 0, next_count, tile.v_bytes)
+        _tiles.prefetch_rows_early(tile.next_sources, 0, next_count, tile.k_bytes)
+        _tiles.prefetch_rows_early(tile.next_v_sources, 0, next_count, tile.v_bytes)
         while next_count:
             count, holes, end = next_count, next_holes, min(first + tile.keys, stop)
             _tiles.advance_scaled(tile)
             tile.positions, tile.next_positions = tile.next_positions, tile.positions
             after, next_count, next_holes = list_named(call, tile, unit, head, base, end, stop)
-            _tiles.prefetch_rows(tile.next_sources, 0, next_count, tile.k_bytes)
+            _tiles.prefetch_rows_early(tile.next_sources, 0, next_count, tile.k_bytes)
             read_named(call, tile, first, count, shares_values(call, unit))
             step = (next_count + unit.last - unit.first - 1) // (unit.last - unit.first)
             for token in range(unit.first, unit.last):
@@ -201,5 +201,5 @@ def attend_to_blocks(call, tile, unit, head, low, high):
                 if own:
                     attend_listed(call, tile, unit, head, token, own, factor, ahead)
                 else:
-                    _tiles.prefetch_rows(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
+                    _tiles.prefetch_rows_early(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
             first = after

@@ -31,6 +31,8 @@ from ragged_attention.portable.numba._vectors import (
     load,
     load_aligned,
     number,
+    prefetch_line,
+    prefetch_vector,
     splat,
     store,
     store_aligned,
@@ -54,20 +56,24 @@ def _scores_of(fma):
 
     `fma` adds the products of two vectors of places to a third vector. `k` lists the addresses of the keys, 0 for a
     missing key. Products with missing keys, and with those that pad the keys to a multiple of LANES / 4, are arbitrary.
-    Keys need no transposition: each lane sums some columns, and then the lanes are summed.
+    Keys need no transposition: each lane sums some columns, and then the lanes are summed. While a key is multiplied
+    with the first rows, the row at its place in the list `ahead`, of `num_ahead` addresses, is prefetched.
     """
 
     @compiled
-    def scores_two(q, k, s, rows, keys, columns, q_width, s_width, factor):
+    def scores_two(q, k, s, rows, keys, columns, q_width, s_width, factor, ahead, num_ahead):
         none, factors = splat(0.0), splat(factor)
         for row in range(0, rows, ROWS):
             q0 = q + 4 * row * q_width
             q1, q2, q3 = q0 + 4 * q_width, q0 + 8 * q_width, q0 + 12 * q_width
             for key in range(0, keys, 2):
                 ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
+                next_a, next_b = key_at(ahead, key, num_ahead, ka), key_at(ahead, key + 1, num_ahead, kb)
                 a0 = b0 = a1 = b1 = a2 = b2 = a3 = b3 = none
                 for d in range(0, columns, LANES):
                     a, b = load(ka, d), load(kb, d)
+                    prefetch_vector(next_a, d)
+                    prefetch_vector(next_b, d)
                     q_part = load(q0, d)
                     a0, b0 = fma(q_part, a, a0), fma(q_part, b, b0)
                     q_part = load(q1, d)
@@ -77,9 +83,10 @@ def _scores_of(fma):
                     q_part = load(q3, d)
                     a3, b3 = fma(q_part, a, a3), fma(q_part, b, b3)
                 store_totals(s + 4 * (row * s_width + key), s_width, factors, a0, b0, a1, b1, a2, b2, a3, b3)
+            num_ahead = 0
 
     @compiled
-    def scores_four(q, k, s, rows, keys, columns, q_width, s_width, factor):
+    def scores_four(q, k, s, rows, keys, columns, q_width, s_width, factor, ahead, num_ahead):
         none, factors = splat(0.0), splat(factor)
         for row in range(0, rows, ROWS):
             q0 = q + 4 * row * q_width
@@ -87,9 +94,15 @@ def _scores_of(fma):
             for key in range(0, keys, 4):
                 ka, kb = key_at(k, key, keys, q0), key_at(k, key + 1, keys, q0)
                 kc, kd = key_at(k, key + 2, keys, q0), key_at(k, key + 3, keys, q0)
+                next_a, next_b = key_at(ahead, key, num_ahead, ka), key_at(ahead, key + 1, num_ahead, kb)
+                next_c, next_d = key_at(ahead, key + 2, num_ahead, kc), key_at(ahead, key + 3, num_ahead, kd)
                 a0 = b0 = c0 = d0 = a1 = b1 = c1 = d1 = a2 = b2 = c2 = d2 = a3 = b3 = c3 = d3 = none
                 for at in range(0, columns, LANES):
                     a, b, c, d = load(ka, at), load(kb, at), load(kc, at), load(kd, at)
+                    prefetch_vector(next_a, at)
+                    prefetch_vector(next_b, at)
+                    prefetch_vector(next_c, at)
+                    prefetch_vector(next_d, at)
                     q_part = load(q0, at)
                     a0, b0, c0, d0 = fma(q_part, a, a0), fma(q_part, b, b0), fma(q_part, c, c0), fma(q_part, d, d0)
                     q_part = load(q1, at)
@@ -102,6 +115,7 @@ def _scores_of(fma):
                     s + 4 * (row * s_width + key), s_width, factors,
                     a0, b0, c0, d0, a1, b1, c1, d1, a2, b2, c2, d2, a3, b3, c3, d3,
                 )  # fmt: skip
+            num_ahead = 0
 
     return scores_four if LANES == 16 else scores_two  # registers hold the products of 4 rows and 4 or 2 keys
 
@@ -122,13 +136,14 @@ def _block_of(add: Any, vectors: int, listed: bool, fresh: bool) -> Any:
 
     All sums stay in registers. `add` emits the code of `fma`, or of `fma_pairs`. If `fresh`, `out` becomes `factor`
     times the product; otherwise `factor` is not used. If `listed`, `v` lists the addresses of rows, and `v_width` is
-    not used. `column` is the place in a row of `v` at which the block begins.
+    not used; `ahead` lists rows of which `num_ahead` are prefetched meanwhile. `column` is the place in a row of `v` at
+    which the block begins.
     """
 
-    @function_of(types.none, *(types.int64,) * 9, types.float32)
+    @function_of(types.none, *(types.int64,) * 9, types.float32, types.int64, types.int64)
     def block(
         builder: Any, p: Any, p_row: Any, p_key: Any, v: Any, v_width: Any, column: Any, out: Any, out_width: Any,
-        keys: Any, factor: Any,
+        keys: Any, factor: Any, ahead: Any, num_ahead: Any,
     ) -> None:  # fmt: skip
         def place(address: Any, row: Any, width: Any, index: Any) -> Any:
             return element(builder, address, builder.add(builder.mul(row, width), index), F32)
@@ -142,6 +157,14 @@ def _block_of(add: Any, vectors: int, listed: bool, fresh: bool) -> Any:
         with cgutils.for_range_slice(builder, number(0), keys, number(1)) as (key, _):
             source = builder.load(element(builder, v, key, I64)) if listed else v
             row_of_v = number(0) if listed else key
+            if listed:
+                coming = builder.select(
+                    builder.icmp_signed("<", key, num_ahead), builder.load(element(builder, ahead, key, I64)), source
+                )
+                for part in parts:
+                    prefetch_line(
+                        builder, builder.ptrtoint(place(coming, row_of_v, v_width, builder.add(column, part)), I64)
+                    )
             values = [load_aligned(builder, place(source, row_of_v, v_width, builder.add(column, part)), FLOATS, 4)
                       for part in parts]  # fmt: skip
             for row in range(ROWS):
@@ -192,7 +215,8 @@ def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE, keys_pe
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns]; the arguments are those of `_block_of`.
 
     `p` has two strides, `v` and `out` have one. Columns are computed some vectors at a time, the last of them two
-    vectors at a time. What the keys outside `spans` (see `span_of`) would add is left out.
+    vectors at a time. What the keys outside `spans` (see `span_of`) would add is left out. If `listed`, the function
+    also takes a list of rows, which it prefetches while it multiplies the first rows, and their number.
     """
     wide_block, block = (_block_of(add, count, listed, fresh) for count in (vectors, COLUMNS // LANES))
     step, part_of = vectors * LANES, _parts_of(fresh, keys_per_place)
@@ -202,29 +226,35 @@ def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE, keys_pe
         return p + 4 * first * p_key, v + (8 if listed else 4 * v_width) * first
 
     @compiled
-    def product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor, spans):
+    def product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor, spans, ahead, num_ahead):
         wide = columns // step * step
         for column in range(0, wide, step):
             for row in range(0, rows, ROWS):
                 first, stop = part_of(spans, row, column, step, keys)
                 if first < stop:
                     a, b = operands_of(p + 4 * row * p_row, v, first, p_key, v_width)
-                    target = out + 4 * (row * out_width + column)
-                    wide_block(a, p_row, p_key, b, v_width, column, target, out_width, stop - first, factor)
+                    target, count = out + 4 * (row * out_width + column), 0 if row else num_ahead
+                    wide_block(
+                        a, p_row, p_key, b, v_width, column, target, out_width, stop - first, factor, ahead, count
+                    )
         for column in range(wide, columns, COLUMNS):
             for row in range(0, rows, ROWS):
                 first, stop = part_of(spans, row, column, COLUMNS, keys)
                 if first < stop:
                     a, b = operands_of(p + 4 * row * p_row, v, first, p_key, v_width)
-                    target = out + 4 * (row * out_width + column)
-                    block(a, p_row, p_key, b, v_width, column, target, out_width, stop - first, factor)
+                    target, count = out + 4 * (row * out_width + column), 0 if row else num_ahead
+                    block(a, p_row, p_key, b, v_width, column, target, out_width, stop - first, factor, ahead, count)
 
-    return product
+    @inlined
+    def product_of_rows(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor, spans):
+        product(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, factor, spans, 0, 0)
+
+    return product if listed else product_of_rows
 
 
-def _products_of(add: Any, listed: bool = False, keys_per_place: int = 1) -> tuple[Any, Any]:
+def _products_of(add: Any, keys_per_place: int = 1) -> tuple[Any, Any]:
     """The function `product`, which overwrites its result, and `mix`, which adds to it."""
-    product, added = (product_of(add, listed, fresh, keys_per_place=keys_per_place) for fresh in (True, False))
+    product, added = (product_of(add, False, fresh, keys_per_place=keys_per_place) for fresh in (True, False))
 
     @inlined
     def mix(p, v, out, rows, keys, columns, p_row, p_key, v_width, out_width, spans):
@@ -260,9 +290,23 @@ def spread(p, q, targets, rows, keys, columns, p_row, q_width):
                 store(target, after, high)
 
 
+_product_listed, _mix_listed = (product_of(add_product, True, fresh) for fresh in (True, False))
+
+
+@inlined
+def product_listed(p, rows_of_v, out, rows, keys, columns, p_row, out_width):
+    """Set out[rows, columns] to p[rows, keys] @ v, of which `rows_of_v` lists the addresses of the rows."""
+    _product_listed(p, rows_of_v, out, rows, keys, columns, p_row, 1, 0, out_width, np.float32(1), 0, rows_of_v, 0)
+
+
+@inlined
+def mix_listed(p, rows_of_v, out, rows, keys, columns, p_row, out_width, ahead, num_ahead):
+    """`product_listed`, added to `out`; the rows that `ahead` lists, `num_ahead` of them, are prefetched meanwhile."""
+    _mix_listed(p, rows_of_v, out, rows, keys, columns, p_row, 1, 0, out_width, np.float32(1), 0, ahead, num_ahead)
+
+
 scores = scores_of_pairs = _scores_of(fma)
 product, mix = product_of_pairs, mix_of_pairs = _products_of(add_product)
-product_listed, mix_listed = _products_of(add_product, listed=True)
 if PAIRS:
     scores_of_pairs = _scores_of(fma_pairs)
     product_of_pairs, mix_of_pairs = _products_of(add_products_of_pairs, keys_per_place=2)

@@ -12,10 +12,10 @@ import numpy as np
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._formats import narrow, size_of
-from ragged_attention.portable.numba._products import COLUMNS
+from ragged_attention.portable.numba._products import COLUMNS, ROWS
 from ragged_attention.portable.numba._records import NO_MEMORY, programs, record_at, up_to
 from ragged_attention.portable.numba._softmax import NOTHING, log_sum_exp, power, scale_row, weight_of_sink
-from ragged_attention.portable.numba._tiles import new_tile, reset, tile_at
+from ragged_attention.portable.numba._tiles import FEW_ROWS, new_tile, reset, shift, tile_at
 from ragged_attention.portable.numba._vectors import (
     add_multiple,
     add_to,
@@ -30,7 +30,7 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 SPLITS = (  # fields of the plan
-    "units", "num_units", "work", "partials", "num_partials", "counters", "partial_rows", "partial_size",
+    "units", "num_units", "work", "partials", "num_partials", "counters", "partial_rows", "partial_size", "heads",
 )  # fmt: skip
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
 unit_at = record_at(UNIT)
@@ -162,6 +162,7 @@ def planner(divide):
         if not list_units(call):
             return NO_MEMORY
         call.partial_size *= call.partial_rows
+        call.heads = 1
         return call.num_units * call.num_kv_heads
 
     return plan_units
@@ -285,17 +286,30 @@ def is_last(call, tile, unit, head, rows):
 def run_units(address, call, max_rows, latent, paired, table, named, segments, read_queries, attend, finish):
     """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies.
 
+    The first program of a unit of few rows does so for the call's `heads` KV heads, and the programs of the others do
+    nothing; the rows of one head lie after those of another.
     `table` and `named` are the sizes of a tile's tables of what lists name (see `new_tile`). With `named`, one token's
     rows are multiplied at a time. `segments` says that keys are attended to in segments.
     """
     width = call.head_dim // 2 if paired else call.head_dim
-    at_once = call.num_q_heads // call.num_kv_heads if named else max_rows
-    memory = new_tile(max_rows, call.block_kv, width, call.v_head_dim, latent, paired, table, named, at_once, segments)
+    group = call.num_q_heads // call.num_kv_heads
+    at_once, all_rows = group if named else max_rows, max(max_rows, call.heads * FEW_ROWS)
+    memory = new_tile(all_rows, call.block_kv, width, call.v_head_dim, latent, paired, table, named, at_once, segments)
     for index in programs(address, memory):
         tile, head = tile_at(memory), index % call.num_kv_heads
         unit = unit_at(call.units + UNIT_BYTES * (index // call.num_kv_heads))
-        rows = read_queries(call, tile, unit, head)
-        attend(call, tile, unit, head, rows)
-        if is_last(call, tile, unit, head, rows):
-            finish(call, tile, unit, head, rows)
+        heads, step, rows = call.heads if unit.last - unit.first <= FEW_ROWS // group else 1, 0, 0
+        if head % heads:
+            continue
+        for other in range(head, head + heads):
+            rows = read_queries(call, tile, unit, other)
+            step = up_to(rows, ROWS)
+            shift(tile, step)
+        shift(tile, -heads * step)
+        attend(call, tile, unit, head, heads, rows)
+        for other in range(head, head + heads):
+            if is_last(call, tile, unit, other, rows):
+                finish(call, tile, unit, other, rows)
+            shift(tile, step)
+        shift(tile, -heads * step)
     return 0

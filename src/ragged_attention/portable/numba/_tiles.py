@@ -16,9 +16,13 @@ become factors of the keys, `k_factors` and `v_factors`; `mean_factors` has the 
 codes; `k_rests` and `v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has
 one for each row.
 
-The lists that begin with `next` have the `ahead` keys of the next tile. Their rows of `k_bytes` and `v_bytes` are
-prefetched a few at a time while the current keys are multiplied, so that memory is never idle. The scales of latents
-that lie apart from their rows, `scale_bytes` of each, take the place of values there.
+The lists that begin with `next` have the next keys. The rows of `k_bytes` and `v_bytes` at the addresses `coming` and
+`coming_values`, `ahead` of each, are prefetched one by one while the current keys are multiplied, so that memory is
+never idle: those of the next keys, or a part of what the next tile has for all of a program's heads (`_paged_heads`).
+The scales of latents that lie apart from their rows, `scale_bytes` of each, take the place of values there.
+
+The rows of logits, transposed keys and values are a vector longer than they need to be: at a stride that is a power of
+two, the rows that are multiplied together would have few places in a first cache.
 """
 
 import numpy as np
@@ -54,6 +58,7 @@ from ragged_attention.portable.numba._vectors import (
     int_at,
     load,
     prefetch,
+    prefetch_early,
     set_float,
     set_int,
     splat,
@@ -64,18 +69,20 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 NUMBERS = ("rows", "keys", "width", "v_width", "columns", "s_width", "s_rows", "paired", "named_row",
-           "repeats", "ahead", "k_bytes", "v_bytes",
+           "repeats", "ahead", "coming", "coming_values", "k_bytes", "v_bytes",
            "scale_bytes", "segments", "keeps")  # fmt: skip
 BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_i", "left", "right", "spans", "uneven",
          "factors", "sources", "v_sources", "next_sources", "next_v_sources", "positions", "next_positions",
          "v_rows", "table", "named", "seen", "own_positions", "own_keys", "own_values",
          "k_scales", "v_scales", "next_k_scales", "next_v_scales", "k_factors", "v_factors", "k_rests", "v_rests",
          "mean_factors", "q_sums", "scratch", "zeros", "wide_row",
-         "packed_q", "packed_out", "packed_m_i", "packed_l_i", "kept_out", "kept_m_i", "kept_l_i")  # fmt: skip
+         "packed_q", "packed_out", "packed_m_i", "packed_l_i", "kept_out", "kept_m_i", "kept_l_i",
+         "slots", "v_slots", "parts", "v_parts")  # fmt: skip
 tile_at = record_at((*NUMBERS, *BUFFERS))
 ALL_ROWS = (1 << ROWS) - 1  # the bits of ROWS rows
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
-STEP = 16  # keys that few rows are multiplied with at a time, and the keys prefetched meanwhile
+STEP = 16  # keys that few rows are multiplied with at a time
+PIECE = 2  # values that are read between prefetches of others
 
 
 @compiled
@@ -90,8 +97,8 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
-    v_width = width if latent else up_to(columns, COLUMNS)
-    columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS)
+    v_width = width if latent else up_to(columns, COLUMNS) + LANES
+    columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS) + LANES
     values = 0 if latent else 4 * keys * v_width
     s_rows, floats, integers, addresses = up_to(rows_at_once, ROWS), 4 * rows, 8 * rows, 8 * keys
     logits, kept = 4 * s_rows * s_width, floats if segments else 0
@@ -102,7 +109,8 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
          floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, table, named, addresses, addresses, addresses, addresses,
          addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
-         floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed, kept * columns, kept, kept),
+         floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed, kept * columns, kept, kept,
+         addresses, addresses, addresses, addresses),
     )  # fmt: skip
     if address == 0:
         return address
@@ -178,9 +186,10 @@ def read_rows(code, sources, target, width, columns, count):
 
 @inlined
 def shift(tile, rows):
-    """Make the rows from row `rows` on, which must be a multiple of ROWS, the tile's first."""
+    """Make the rows from row `rows` on, which must be a multiple of ROWS, the tile's first; bounds stay."""
     tile.q, tile.out = tile.q + 4 * rows * tile.width, tile.out + 4 * rows * tile.columns
     tile.m_i, tile.l_i = tile.m_i + 4 * rows, tile.l_i + 4 * rows
+    tile.mean_factors, tile.q_sums = tile.mean_factors + 4 * rows, tile.q_sums + 4 * rows
 
 
 @inlined
@@ -220,17 +229,37 @@ def prefetch_rows(sources, first, stop, size):
 
 
 @inlined
+def prefetch_rows_early(sources, first, stop, size):
+    """`prefetch_rows` for many rows, which are used later than those of a few tiles."""
+    for index in range(first, stop):
+        prefetch_early(int_at(sources, index), size)
+
+
+@inlined
 def prefetch_keys(tile, first, stop):
-    """Prefetch those of the next keys that are in [first, stop)."""
-    prefetch_rows(tile.next_sources, first, min(stop, tile.ahead), tile.k_bytes)
+    """Prefetch those of the coming keys that are in [first, stop)."""
+    prefetch_rows(tile.coming, first, min(stop, tile.ahead), tile.k_bytes)
     if tile.scale_bytes:
         prefetch_rows(tile.next_v_sources, first, min(stop, tile.ahead), tile.scale_bytes)
 
 
 @inlined
 def prefetch_values(tile, first, stop):
-    """Prefetch the values of those of the next keys that are in [first, stop)."""
-    prefetch_rows(tile.next_v_sources, first, min(stop, tile.ahead), tile.v_bytes)
+    """Prefetch those of the coming values that are in [first, stop)."""
+    prefetch_rows(tile.coming_values, first, min(stop, tile.ahead), tile.v_bytes)
+
+
+@inlined
+def expect_next(tile, count):
+    """Make the `count` next keys and their values those that are prefetched while the current ones are multiplied."""
+    tile.coming, tile.coming_values, tile.ahead = tile.next_sources, tile.next_v_sources, count
+
+
+@inlined
+def keep_next(tile):
+    """Keep the lists of the next keys and values in `slots` and `v_slots`."""
+    tile.slots, tile.next_sources = tile.next_sources, tile.slots
+    tile.v_slots, tile.next_v_sources = tile.next_v_sources, tile.v_slots
 
 
 @inlined
@@ -439,17 +468,20 @@ def multiply_few(tile, keys, rows, count, factor):
     """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists.
 
     Some keys are multiplied at a time. Rows before the first and after the last one that sees any of them are left out.
+    Beside keys that lie in the cache, whole rows of coming ones are prefetched, and beside others as many before them.
     """
-    width, s_width = tile.width, tile.s_width
+    width, s_width, in_place = tile.width, tile.s_width, keys == tile.sources
     for key in range(0, count, STEP):
-        prefetch_keys(tile, key, key + STEP)
+        if not in_place:
+            prefetch_keys(tile, key, key + STEP)
+        ahead, num_ahead = tile.coming + 8 * key, tile.ahead - key if in_place else 0
         some, num_keys = keys + 8 * key, min(STEP, count - key)
         row, stop = rows_that_see(tile, rows, key, key + num_keys)
         q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
         if tile.paired:
-            scores_of_pairs(q, some, s, stop - row, num_keys, width, width, s_width, factor)
+            scores_of_pairs(q, some, s, stop - row, num_keys, width, width, s_width, factor, ahead, num_ahead)
         else:
-            scores(q, some, s, stop - row, num_keys, width, width, s_width, factor)
+            scores(q, some, s, stop - row, num_keys, width, width, s_width, factor, ahead, num_ahead)
     prefetch_keys(tile, up_to(count, STEP), tile.ahead)
 
 
@@ -482,12 +514,12 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
 @compiled
 def mix_values_in_place(tile, rows, count):
     """Add the weighted values of `count` keys, which lie in the cache as float32 in whole blocks of columns."""
-    prefetch_values(tile, 0, tile.ahead)
     for key in range(count):
         if not int_at(tile.v_sources, key):
             set_int(tile.v_sources, key, tile.zeros)
-    columns, s_width = tile.columns, tile.s_width
-    mix_listed(tile.s, tile.v_sources, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, 0, columns, 0)
+    columns, s_width, rows = tile.columns, tile.s_width, up_to(rows, ROWS)
+    mix_listed(tile.s, tile.v_sources, tile.out, rows, count, columns, s_width, columns, tile.coming_values, tile.ahead)
+    prefetch_values(tile, count, tile.ahead)
 
 
 @compiled

@@ -573,16 +573,33 @@ def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
     cgutils.raw_memcpy(builder, target, source, size, number(1))
 
 
+def prefetch_line(builder: Any, address: Any, level: int = 1) -> None:
+    """Emit the prefetch of the cache line at an address, an i64, which need not be valid, into a level of caches."""
+    hints = [ir.Constant(I32, hint) for hint in (0, 4 - level, 1)]  # 0: to read it, 1: as data
+    called(builder, "llvm.prefetch.p0i8", ir.VoidType(), builder.inttoptr(address, I8.as_pointer()), *hints)
+
+
+def _prefetch_into(level: int) -> Any:
+    @function_of(types.none, types.int64, types.int64)
+    def prefetch(builder: Any, address: Any, size: Any) -> None:
+        many = builder.and_(size, number(-256))
+        for begin, end, lines in ((number(0), many, 4), (many, size, 1)):
+            with cgutils.for_range_slice(builder, begin, end, number(64 * lines)) as (offset, _):
+                for line in range(lines):
+                    prefetch_line(builder, builder.add(builder.add(address, offset), number(64 * line)), level)
+
+    return prefetch
+
+
+# prefetch(address, size): prefetch some bytes into the first cache; the address need not be valid. What is prefetched
+# long before it is used, and would fill that cache, goes to the second one.
+prefetch, prefetch_early = _prefetch_into(1), _prefetch_into(2)
+
+
 @function_of(types.none, types.int64, types.int64)
-def prefetch(builder: Any, address: Any, size: Any) -> None:
-    """Prefetch `size` bytes; the address need not be valid."""
-    hints = [ir.Constant(I32, hint) for hint in (0, 2, 1)]  # 0: read, 2: locality (L2 on x86), 1: data cache
-    many = builder.and_(size, number(-256))
-    for begin, end, lines in ((number(0), many, 4), (many, size, 1)):
-        with cgutils.for_range_slice(builder, begin, end, number(64 * lines)) as (offset, _):
-            for line in range(lines):
-                place = builder.add(builder.add(address, offset), number(64 * line))
-                called(builder, "llvm.prefetch.p0i8", ir.VoidType(), builder.inttoptr(place, I8.as_pointer()), *hints)
+def prefetch_vector(builder: Any, address: Any, index: Any) -> None:
+    """Prefetch the vector of floats that begins with float `index` from an address on; it need not be valid."""
+    prefetch_line(builder, builder.add(address, builder.mul(index, number(4))))
 
 
 @function_of(types.none)

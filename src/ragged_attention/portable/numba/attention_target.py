@@ -100,7 +100,7 @@ def read_queries(call, tile, token, first, last):
 @compiled
 def add_heads(call, tile, row, rows, count):
     """Add the probabilities of the tile's heads for `count` keys to their columns of a row of the target."""
-    scores(tile.q, tile.k_rows, tile.s, rows, count, tile.width, tile.width, tile.keys, 1.0)
+    scores(tile.q, tile.k_rows, tile.s, rows, count, tile.width, tile.width, tile.keys, 1.0, 0, 0)
     factor = splat(call.scale * LOG2E)
     for key in range(0, count, LANES):
         sums = splat(0.0)

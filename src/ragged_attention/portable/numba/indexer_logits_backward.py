@@ -137,7 +137,7 @@ def read_queries(call, tile, token, first, last):
 @compiled
 def differentiate(tile, rows, count):
     """Write the gradients of the products of `rows` queries and `count` keys to `s`, and add to `d_w`."""
-    scores(tile.q, tile.k_rows, tile.s, rows, count, tile.width, tile.width, tile.keys, np.float32(1))
+    scores(tile.q, tile.k_rows, tile.s, rows, count, tile.width, tile.width, tile.keys, np.float32(1), 0, 0)
     none = splat(0.0)
     for row in range(rows):
         s, sums, weight = tile.s + 4 * row * tile.keys, none, splat(float_at(tile.weights, row))
