@@ -310,12 +310,9 @@ def test_each_kind_of_cpu_has_one_record(tmp_path: Path, monkeypatch: pytest.Mon
         run = {"threads": 1, "bytes_per_second": 1.0, "flops": 1.0, "cases": rows}
         return {"cpu": cpu, "date": date, "commit": "", "torch": "", "runs": [run]}
 
-    for each in (
-        ("Zen (2 CPUs)", "2030-01-01", 0.5),
-        ("Core", "2030-02-01", 2.0),
-        ("Zen (2 CPUs)", "2030-03-01", 3.0, 0.9),
-    ):
-        page.save(record(*each))
+    page.save(record("Zen (2 CPUs)", "2030-01-01", 0.5))
+    page.save(record("Core", "2030-02-01", 2.0))
+    page.save(record("Zen (2 CPUs)", "2030-03-01", 3.0, 0.9))
     assert [file.name for file in page.records()] == ["cpu_2030-02-01_core.json", "cpu_2030-03-01_zen_2_cpus.json"]
     lines = page.summary(list(page.records().values())).splitlines()
     assert lines[-1] == "| Zen (2 CPUs) | 2030-03-01 | 1 | 1.95 | 0.90: C1 beside vLLM |"
@@ -323,9 +320,11 @@ def test_each_kind_of_cpu_has_one_record(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_growth_on_a_cpu_is_planned_as_kernels_divide_work() -> None:
     growth = pytest.importorskip("benchmarks.cpu.growth")
-    assert growth.programs_of([100]) == [100] * growth.NUM_KV_HEADS
-    assert sum(growth.programs_of([300, 5000])) == 5300 * growth.NUM_KV_HEADS
-    assert max(growth.programs_of([300, 5000])) < 600
+    assert growth.programs_of([100], 1) == [100] * growth.NUM_KV_HEADS
+    assert growth.programs_of([100] * 16, 2) == [100 * growth.NUM_KV_HEADS] * 16
+    assert growth.programs_of([100] * 16, 3) == [50 * growth.NUM_KV_HEADS] * 32
+    assert sum(growth.programs_of([300, 5000], 1)) == 5300 * growth.NUM_KV_HEADS
+    assert max(growth.programs_of([300, 5000], 64)) < 600
     assert growth.filled([1024], 1) == growth.filled([1024], 16) == 1.0
     assert growth.filled([1024], 64) == 0.25
 

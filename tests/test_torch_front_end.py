@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ragged_attention as ra
 import ragged_attention.torch as rt
@@ -315,3 +316,58 @@ def test_tensors_without_entries_need_no_memory() -> None:
         empty, torch.zeros(4, 8, 4, 16), torch.tensor([3]).int(), torch.zeros(1, 2).int(), torch.tensor([0, 0]).int()
     )
     assert out.shape == empty.shape
+
+
+# ---- calls without torch's dispatcher
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operators of this package that torch dispatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "ragged_attention":
+            self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_modes_and_the_profiler_see_operators() -> None:
+    call = batch()
+    expected, out = attention(**call), torch.empty_like(call["q"])
+    with Seen() as seen:
+        assert torch.equal(attention(**call), expected)
+        assert attention(**call, out=out) is out
+    assert seen.names == ["ragged_paged_attention.default", "ragged_paged_attention.out"]
+    assert torch.equal(out, expected)
+    with torch.profiler.profile() as profile:
+        attention(**call)
+    assert "ragged_attention::ragged_paged_attention" in {event.name for event in profile.events() or ()}
+
+
+def test_a_negated_view_is_read_as_its_values() -> None:
+    call = batch()
+    expected = attention(**call)
+    negated = torch._neg_view(-call["q"])  # pyright: ignore
+    assert negated.is_neg()
+    assert torch.equal(attention(**call | {"q": negated}), expected)
+
+
+@pytest.mark.parametrize("given", [{"sliding_window": 5.0}, {"causal": 1}, {"sliding_window": True}], ids=str)
+def test_an_argument_of_another_type_is_refused_though_an_equal_one_was_taken(given: dict[str, Any]) -> None:
+    ((name, value),) = given.items()
+    attention(**batch() | {name: bool(value) if name == "causal" else int(value)})
+    with pytest.raises(TypeError, match=f"expected {name} to be"):
+        attention(**batch() | given)
+
+
+def test_a_gradient_is_refused_and_a_constant_is_not() -> None:
+    call = batch()
+    expected = attention(**call)
+    call["q"] = call["q"].requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(attention(**call), expected)
+    with pytest.raises(RuntimeError, match="has no gradient"):
+        attention(**call).sum().backward()

@@ -26,6 +26,7 @@ from benchmarks.cpu import page
 from benchmarks.cpu.__main__ import facts
 from benchmarks.cpu.cases import HEAD_DIM, NUM_KV_HEADS, NUM_Q_HEADS, PAGE_SIZE
 from benchmarks.timing import on_cpu, ratio
+from ragged_attention.portable.numba._paged_heads import heads_per_program
 from ragged_attention.portable.numba._splits import PROGRAMS, splits_of
 from ragged_attention.torch import ragged_paged_attention
 
@@ -121,21 +122,21 @@ def padding(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
 # ---- the plan
 
 
-def programs_of(lens: Sequence[int]) -> list[int]:
-    """The keys of each program of a decode, in the order in which threads take them."""
-    total, programs = float(sum(lens)), []
+def programs_of(lens: Sequence[int], threads: int) -> list[int]:
+    """The keys of each program of a decode, of all its KV heads, in the order in which threads take them."""
+    total, units = float(sum(lens)), []
     for keys in lens:
         num_splits = splits_of.py_func(keys, keys, total, PROGRAMS // NUM_KV_HEADS, 0)
         step = -(-keys // num_splits)
-        for split in range(num_splits):
-            programs += [min((split + 1) * step, keys) - split * step] * NUM_KV_HEADS
-    return programs
+        units += [min((split + 1) * step, keys) - split * step for split in range(num_splits)]
+    heads = heads_per_program.py_func(NUM_KV_HEADS, len(units) * NUM_KV_HEADS, threads)
+    return [keys * heads for keys in units for _ in range(NUM_KV_HEADS // heads)]
 
 
 def filled(lens: Sequence[int], threads: int) -> float:
     """The share of all threads' time until the last has finished in which they have a program."""
     busy = [0] * threads  # until when each thread is
-    for keys in (programs := programs_of(lens)):
+    for keys in (programs := programs_of(lens, threads)):
         heapq.heapreplace(busy, busy[0] + keys)
     return sum(programs) / (threads * max(busy))
 

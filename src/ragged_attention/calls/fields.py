@@ -9,7 +9,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -197,6 +197,7 @@ class Kind:
     written: bool = False  # whether the operation writes it: in torch in place, in jax as a new array
 
     schema_type = "Tensor"  # the type in a torch schema, without the `?` of an optional one
+    scalars: ClassVar[tuple[type, ...]] = ()  # the types of numbers, flags and texts that it takes as they are
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         """A public function's argument, converted to the record's."""
@@ -251,6 +252,7 @@ class Number(_Scalar):
 
     positive: bool = False
     schema_type = "float"
+    scalars = (float, int)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         expect_number(name, value, positive=self.positive)
@@ -266,6 +268,7 @@ class Integer(_Scalar):
 
     least: int = 0
     symbolic: bool = False  # whether torch.compile may keep it symbolic; backends then see None
+    scalars = (int,)
 
     @property
     def schema_type(self) -> str:  # type: ignore[override]
@@ -288,6 +291,7 @@ class Flag(_Scalar):
     """True or False."""
 
     schema_type = "bool"
+    scalars = (bool,)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         expect_bool(name, value)
@@ -299,6 +303,7 @@ class Text(_Scalar):
 
     choices: tuple[str, ...] = ()
     schema_type = "str"
+    scalars = (str,)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         expect_text(name, value)
@@ -321,6 +326,8 @@ class Dtype(Text):
 
 class Count(Kind):
     """The number of live sequences: an int, or an i32 array of one element, which is never read back."""
+
+    scalars = (int,)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         if is_integer(value):
@@ -373,6 +380,7 @@ class Scale(Kind):
     """
 
     divides: bool = False  # whether every call divides by it; otherwise only a call with `new_kv` does
+    scalars = (float, int)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         if is_number(value):

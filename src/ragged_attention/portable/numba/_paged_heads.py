@@ -5,28 +5,35 @@ of the others, and come back for them when they have left the caches; a core rea
 whole pages. A program of few rows therefore goes from tile to tile of keys and computes several heads for each. While
 it multiplies those of one head, it prefetches a part of the next tile, all heads of one position after another.
 
-Each head is computed as by a program of its own, so the number of heads changes no bit.
+There are as many heads in a program as leave each thread some programs. Each head is computed as by a program of its
+own, so their number changes no bit.
 """
 
 from ragged_attention.portable.numba._formats import size_of
 from ragged_attention.portable.numba._vectors import compiled, inlined, int_at, set_int
 
-PROGRAMS_PER_THREAD = 4  # so that threads have equal shares of the work, as nearly as may be
+PROGRAMS_PER_THREAD = 8  # so that threads have nearly equal shares of the work
+
+
+@compiled
+def heads_per_program(num_kv_heads, num_programs, num_threads):
+    """How many of the KV heads a program computes, where `num_programs` of one head each would keep threads at work."""
+    heads = num_kv_heads
+    while heads > 1 and num_programs < PROGRAMS_PER_THREAD * num_threads * heads:
+        heads = heads // 2 if heads % 2 == 0 else 1
+    return heads
 
 
 @compiled
 def heads_together(call, num_programs):
-    """How many KV heads a program computes: all if threads have enough to do then, and only if they lie side by side.
+    """How many KV heads a program of few rows computes: several only if their rows lie side by side.
 
     What lists of blocks name differs by head, and the state of segments is kept for one head.
     """
-    heads = call.num_kv_heads
-    side_by_side = heads * call.k_pages_head_stride <= call.k_pages_slot_stride
+    side_by_side = call.num_kv_heads * call.k_pages_head_stride <= call.k_pages_slot_stride
     if call.num_lists or call.segment_kv or not side_by_side:
         return 1
-    while heads > 1 and num_programs < PROGRAMS_PER_THREAD * call.num_threads * heads:
-        heads = heads // 2 if heads % 2 == 0 else 1
-    return heads
+    return heads_per_program(call.num_kv_heads, num_programs, call.num_threads)
 
 
 @compiled
