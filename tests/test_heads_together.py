@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 numba = pytest.importorskip("numba")
@@ -85,3 +86,14 @@ def test_heads_that_share_a_program_change_no_bit(heads: int, group: int, dtype:
         expected = ragged_paged_attention(**call, backend="reference")
         assert agrees(together[0], expected[0], "float32")
         assert agrees(together[1], expected[1], "lse float32")
+
+
+@pytest.mark.parametrize(("heads", "group"), [(8, 4), (2, 5)])
+def test_jax_computes_the_same_bits(heads: int, group: int) -> None:
+    jax = pytest.importorskip("jax")
+    from ragged_attention.jax import ragged_paged_attention as from_jax
+
+    call = batch(heads, group, torch.float32, "combined")
+    ours = from_jax(**{name: jax.numpy.asarray(value.numpy()) for name, value in call.items()}, backend="numba")
+    expected = with_threads(1, lambda: ragged_paged_attention(**call, backend="numba"))
+    assert torch.equal(torch.from_numpy(np.array(ours)).nan_to_num(), expected.nan_to_num())

@@ -266,7 +266,7 @@ class Launcher(PackedArrays):
 
     @property
     def num_threads(self) -> int:
-        """0: XLA decides."""
+        """0: XLA decides, and a native kernel is told when it is called."""
         return 0
 
     def native(

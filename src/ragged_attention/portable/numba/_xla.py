@@ -124,18 +124,19 @@ def handle(frame, address):
     for index in range(about.num_numbers):
         set_int(record, results + about.num_results + index, int_at(numbers, index))
     copy(record + 8 * (about.words - about.num_branches), about.branches, 8 * about.num_branches)
+    arguments, complete, threads = block + 8 * ARGUMENTS, True, 1
+    set_int(arguments, 2, context)
+    set_int(arguments, 3, arguments + 64)
+    if succeeds(api, NUM_THREADS, arguments, 4):
+        threads = int_at(arguments, 8)
+    # A call's last numbers are `num_threads`, which no caller knows, and `branches`.
+    set_int(record, results + about.num_results + about.num_numbers - 2, threads)
     count = call_at(about.plan, record)
     set_int(record, NUM_PROGRAMS, count)
     set_int(block, WORK, about.work)
     add_to(block + 8 * HOLDERS, 1)
-    arguments, complete = block + 8 * ARGUMENTS, True
     if count > 0:
-        set_int(arguments, 2, context)
-        set_int(arguments, 3, arguments + 64)
-        threads = 1
-        if succeeds(api, NUM_THREADS, arguments, 4):
-            threads = min(int_at(arguments, 8), count)
-        for _ in range(threads - 1):
+        for _ in range(min(threads, count) - 1):
             add_to(block + 8 * HOLDERS, 1)
             set_int(arguments, 2, context)
             set_int(arguments, 3, about.task)
