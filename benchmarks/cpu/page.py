@@ -5,7 +5,7 @@ import os
 import platform
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def save(record: Mapping[str, Any]) -> None:
             file.unlink()
     kind = re.sub(r"[^a-z0-9]+", "_", record["cpu"].lower()).strip("_")
     (RESULTS / f"cpu_{record['date']}_{kind}.json").write_text(json.dumps(record, indent=1) + "\n")
-    write(record, list(records().values()))
+    write(record)
 
 
 def records() -> dict[Path, Any]:
@@ -47,12 +47,12 @@ def records() -> dict[Path, Any]:
     return {file: json.loads(file.read_text()) for file in sorted(RESULTS.glob("cpu_*.json"))}
 
 
-def write(record: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> None:
+def write(record: Mapping[str, Any]) -> None:
     """The page's tables and the README's from a record, and a summary of all records."""
     told = f"{record['cpu']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
     parts = [
         "All cases and all other implementations together, on each CPU that was measured:\n\n",
-        summary(every),
+        summary(records().values()),
         f"\nThe rest of this section was measured on {told}\n",
     ]
     for run in record["runs"]:
@@ -65,7 +65,7 @@ def write(record: Mapping[str, Any], every: Sequence[Mapping[str, Any]]) -> None
     replace(README, f"{_threads(last)} of {told}\n\n" + table(last, long=False), BEGIN, END)
 
 
-def summary(every: Sequence[Mapping[str, Any]]) -> str:
+def summary(every: Iterable[Mapping[str, Any]]) -> str:
     """A table of records: the median of the ratios to others, and the lowest of them with its case and its library."""
     lines = ["| CPU | date | threads | median | lowest |", "|---|---|---|---|---|"]
     for record in every:

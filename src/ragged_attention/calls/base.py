@@ -70,7 +70,6 @@ def record(cls: type[Record]) -> type[Record]:
     cls.RANGES = dict(_ranges(cls.KINDS))
     cls.ABSENT = {name: kind.flatten(name, None) for name, kind in cls.KINDS.items() if kind.optional}
     cls.SCALARS = {name: kind.scalars for name, kind in cls.KINDS.items()}
-    cls.UNFLATTENED = tuple(name for name, (first, stop) in cls.RANGES.items() if first == stop)
     cls.WRITTEN = tuple(name for name, kind in cls.KINDS.items() if kind.written)
     cls.REGROUPED = {name: kind for name, kind in cls.KINDS.items() if type(kind).unflatten is not Kind.unflatten}
     return cls
@@ -87,7 +86,6 @@ class Call(abc.ABC):
     ABSENT: ClassVar[Mapping[str, tuple[Any, ...]]]  # the flat arguments of None, for each field that may be None
     REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
     SCALARS: ClassVar[Mapping[str, tuple[type, ...]]]  # the types of each field's numbers, flags or texts
-    UNFLATTENED: ClassVar[tuple[str, ...]]  # the fields that have no flat arguments
     WRITTEN: ClassVar[tuple[str, ...]]  # the arguments that the operation writes, the cache first
     NUM_RESULTS: ClassVar[int | None] = 1  # without a written cache; None if it depends on the arguments
     MOST_RESULTS: ClassVar[int] = 1  # without a written cache, if NUM_RESULTS is None

@@ -253,7 +253,7 @@ def expect_runnable(
     plan, tensors = _plan(record, arguments, backend, options)
     if out is not None:
         expect_out(plan.result, out, tensors[0].device)
-    if not plan.written or not _have_addresses(tensors):
+    if not plan.written or not have_addresses(tensors):
         return False
     if out is not None:
         for name, index in plan.written:
@@ -264,13 +264,13 @@ def expect_runnable(
     return any(meet(span, target) for span in spans for target in targets)
 
 
-WITH_ADDRESSES = {torch.Tensor, torch.nn.Parameter}
+_WITH_ADDRESSES = {torch.Tensor, torch.nn.Parameter}
 
 
-def _have_addresses(tensors: Sequence[torch.Tensor]) -> bool:
+def have_addresses(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether tensors lie in memory: those of function transforms, of fake modes and of the device "meta" do not."""
     in_transform = torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
-    return not in_transform and WITH_ADDRESSES.issuperset(map(type, tensors)) and not tensors[0].is_meta
+    return not in_transform and _WITH_ADDRESSES.issuperset(map(type, tensors)) and not tensors[0].is_meta
 
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:

@@ -269,12 +269,8 @@ def attend_to_tile(call, tile, unit, head, rows, first, count, holes):
     """Attend from a unit's rows to the `count` keys that a tile has, from position `first` on; `holes` are missing."""
     group, kv_len, values = call.num_q_heads // call.num_kv_heads, kv_len_of(call, unit.seq), values_of(call)
     keys, factors, wrong = tile.sources if reads_in_place(call, tile) else tile.k_rows, read_keys(call, tile, count), 0
-    rests, cap, factor = (
-        tile.k_rests if leaves_rests(keys_of(call), tile) else 0,
-        cap_of_products(call),
-        factor_of(call, head),
-    )
-    _tiles.multiply_keys(tile, keys, rows, first, count, factor, factors, rests, cap)
+    rests, cap = tile.k_rests if leaves_rests(keys_of(call), tile) else 0, cap_of_products(call)
+    _tiles.multiply_keys(tile, keys, rows, first, count, factor_of(call, head), factors, rests, cap)
     if call.return_max_logits:
         hide_unseen(call, tile, unit, rows, first, count)
         keep_largest(call, tile, head, 0, rows, group, first, count, holes)
