@@ -168,11 +168,11 @@ def new_tile(call):
         scores, order = 4 * (call.longest + LANES), 4 * (blocks_in(call, call.columns) + LANES)
         scratch = scratch_size(call.top_k)
     addresses, floats = 8 * keys, 4 * keys
-    address = _records.allocate_arena(
-        len(NUMBERS),
-        (4 * call.num_kv_heads * rows * width, floats * call.head_dim, addresses, floats * width, rows * floats, floats,
-         8 * call.block_q, addresses, addresses, addresses, addresses, scores, order, scratch),
+    sizes = (
+        4 * call.num_kv_heads * rows * width, floats * call.head_dim, addresses, floats * width, rows * floats, floats,
+        8 * call.block_q, addresses, addresses, addresses, addresses, scores, order, scratch,
     )  # fmt: skip
+    address = _records.allocate_arena(len(NUMBERS), _records.on_stack(sizes))
     if address == 0:
         return address
     tile = tile_at(address)

@@ -21,6 +21,7 @@ from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
 
 from ragged_attention.host import caches, forking
+from ragged_attention.portable.numba._pipeline import link_parts
 from ragged_attention.portable.numba._vectors import OPTIONS
 
 # Numba settings that change the compiled code.
@@ -144,6 +145,7 @@ def _optimise_once(library: Any, entry: str) -> None:
         passes.run(library._final_module, builder)
 
     library._optimize_final_module = rename_and_optimize
+    link_parts(library)
 
 
 @contextlib.contextmanager

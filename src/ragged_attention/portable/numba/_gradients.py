@@ -11,7 +11,7 @@ import numpy as np
 
 from ragged_attention.portable.numba._formats import size_of, widen
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores, scores_of_pairs
-from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
+from ragged_attention.portable.numba._records import allocate_arena, list_rows, on_stack, record_at, up_to
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import LOG2E, NOTHING, sloped, soft_capped
 from ragged_attention.portable.numba._vectors import (
@@ -57,12 +57,12 @@ def new_tile(rows, keys, width, v_width, latent, max_gaps, listed, paired):
     dk, dv = k + (4 * width if listed else 0), v + (4 * v_width if listed else 0)
     own = (addresses, addresses, addresses, addresses, addresses, q) if listed else (0, 0, 0, 0, 0, 0)
     pairs = (q // 2, d_out // 2) if paired else (0, 0)
-    address = allocate_arena(
-        len(NUMBERS),
-        (q, d_out, *pairs, k, v, addresses, addresses, logits, logits, dk, dv, 4 * v_width, 2 * floats, 2 * floats,
-         addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
-         2 * floats, 2 * floats, 4 * keys, 2 * floats, 16 * max_gaps * rows, *own),
+    sizes = (
+        q, d_out, *pairs, k, v, addresses, addresses, logits, logits, dk, dv, 4 * v_width, 2 * floats, 2 * floats,
+        addresses, addresses, floats, floats, floats, floats, floats, 2 * floats,
+        2 * floats, 2 * floats, 4 * keys, 2 * floats, 16 * max_gaps * rows, *own,
     )  # fmt: skip
+    address = allocate_arena(len(NUMBERS), on_stack(sizes))
     if address == 0:
         return address
     tile = tile_at(address)

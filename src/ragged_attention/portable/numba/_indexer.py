@@ -210,11 +210,11 @@ def new_tile(call):
         if call.candidate_block_size:
             places, blocks = 4 * max_candidates(call, call.columns), num_blocks(call)
     addresses, bounds = 8 * keys, 8 * tokens
-    address = _records.allocate_arena(
-        len(NUMBERS),
-        (4 * tokens * heads * width, 4 * keys * call.head_dim, addresses, 4 * keys * width, 4 * keys, 4 * keys, bounds,
-         bounds, addresses, addresses, addresses, addresses, rows, scratch, places, blocks),
+    sizes = (
+        4 * tokens * heads * width, 4 * keys * call.head_dim, addresses, 4 * keys * width, 4 * keys, 4 * keys, bounds,
+        bounds, addresses, addresses, addresses, addresses, rows, scratch, places, blocks,
     )  # fmt: skip
+    address = _records.allocate_arena(len(NUMBERS), _records.on_stack(sizes))
     if address == 0:
         return address
     tile = tile_at(address)

@@ -8,13 +8,15 @@ inlined always or never, since LLVM takes far longer for one large function than
 
 from typing import Any, ClassVar, Literal
 
-from llvmlite.binding import Linkage
-from numba.core import types
-from numba.core.codegen import JITCodeLibrary
+from llvmlite.binding import Linkage, parse_assembly
+from numba.core import cgutils, types
+from numba.core.codegen import CodeLibrary, JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder, _LowerResult
 from numba.core.compiler_machinery import PassManager, register_pass
 from numba.core.registry import CPUDispatcher
 from numba.core.typed_passes import NativeLowering, NopythonTypeInference
+
+from ragged_attention.portable.numba._lowering import PartCall, PartLower, replace_builtins
 
 # Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects that must be deleted,
 # loops over mixed tuples, functions that Numba itself inlines.
@@ -27,42 +29,56 @@ SPARED = {
 
 
 class Part(JITCodeLibrary):
-    """The code of an inner function, not optimised."""
+    """The code of an inner function, as text, until it is linked with a function that C calls."""
+
+    def __init__(self, codegen: Any, name: str) -> None:
+        CodeLibrary.__init__(self, codegen, name)
+        self._linking_libraries: list[Any] = []
+        self._shared_module: Any = None
+        self.texts: list[str] = []
 
     def add_ir_module(self, ir_module: Any) -> None:
         for function in ir_module.functions:
             if function.blocks and "alwaysinline" not in function.attributes:
                 function.attributes.add("noinline")
-        super().add_ir_module(ir_module)
-
-    def _optimize_functions(self, ll_module: Any) -> None:
-        ll_module.data_layout = self._codegen._data_layout
+        self.texts.append(cgutils.normalize_ir_text(str(ir_module)))
+        for function in ir_module.functions:  # which refer to their blocks, and these to them
+            for block in function.blocks:
+                block.instructions.clear()
+            function.blocks.clear()
 
     def finalize(self) -> None:
         self._finalized = True
 
-    def _mergeable(self) -> Any:
-        """A copy of this function's code that may be linked with another one of the same name."""
-        module = self._final_module.clone()
-        for function in module.functions:
-            if not function.is_declaration and function.linkage == Linkage.external:
-                function.linkage = "linkonce_odr"
-        return module
-
     def _get_module_for_linking(self) -> Any:
-        """The code of this function and of all that it calls, for a library that is not a part."""
+        """The code of this part and all that it calls, for a function that Numba compiles in its own way."""
         if self._shared_module is None:
-            libraries, whole = [self], self._mergeable()
-            for library in libraries:  # which grows meanwhile
-                if isinstance(library, Part):
-                    libraries += [other for other in library._linking_libraries if other not in libraries]
-            for library in libraries[1:]:  # those that are no parts are Numba's own
-                module = (
-                    library._mergeable() if isinstance(library, Part) else library._get_module_for_linking().clone()
-                )
-                whole.link_in(module)
-            self._shared_module = whole
+            whole = JITCodeLibrary(self._codegen, self.name)
+            whole.add_linking_library(self)
+            link_parts(whole)
+            for library in whole._linking_libraries:
+                whole._final_module.link_in(library._get_module_for_linking(), preserve=True)
+            for function in whole._final_module.functions:
+                if not function.is_declaration and function.linkage == Linkage.external:
+                    function.linkage = "linkonce_odr"
+            self._shared_module = whole._final_module
         return self._shared_module
+
+
+def link_parts(library: Any) -> None:
+    """Link the code of a function that C calls with all the parts that it needs."""
+    libraries = {library: None}
+    waiting = [library]
+    for each in waiting:  # which grows meanwhile
+        new = [other for other in each._linking_libraries if other not in libraries]
+        libraries |= dict.fromkeys(new)
+        waiting += new if isinstance(each, Part) or each is library else []
+    parts = [each for each in libraries if isinstance(each, Part)]
+    for part in parts:
+        library._reload_init.update(part._reload_init)
+        for text in part.texts:
+            library._final_module.link_in(parse_assembly(text))
+    library._linking_libraries = [each for each in libraries if each not in (library, *parts)]
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
@@ -71,13 +87,18 @@ class PartLowering(NativeLowering):
 
     _name = "ragged_attention_part_lowering"
 
+    @property
+    def lowering_class(self) -> type[PartLower]:
+        return PartLower
+
     def run_pass(self, state: Any) -> Literal[True]:
         state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
         lowered, never = state["cr"], {}.__getitem__  # Numba asks for a builtin function that Python could call
         state["cr"] = _LowerResult(lowered.fndesc, lowered.call_helper, cfunc=never, env=lowered.env)
-        state.targetctx.insert_user_function(never, lowered.fndesc, [state.library])
+        call = PartCall(lowered.fndesc, state.library)
+        state.targetctx._defns[never].append(call, call.signature)
         return True
 
 
@@ -106,11 +127,12 @@ class Remembering:
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class PartInference(NopythonTypeInference):
-    """Numba's type inference, with a memory."""
+    """Numba's type inference, with a memory, and with own functions for BUILTINS."""
 
     _name = "ragged_attention_part_inference"
 
     def run_pass(self, state: Any) -> Literal[True]:
+        replace_builtins(state.func_ir)
         context, state.typingctx = state.typingctx, Remembering(state.typingctx)
         try:
             return super().run_pass(state)
@@ -122,18 +144,38 @@ REPLACED = {NativeLowering: PartLowering, NopythonTypeInference: PartInference}
 
 
 class PartCompiler(CompilerBase):
-    """The pipeline of inner functions."""
+    """The pipeline of inner functions, which is the same for all of them."""
+
+    _pipelines: ClassVar[list[Any]] = []
 
     def define_pipelines(self) -> list[Any]:
-        usual, manager = DefaultPassBuilder.define_nopython_pipeline(self.state), PassManager("ragged_attention_part")
-        for kind, told in usual.passes:
-            if kind.__name__ not in SPARED:
-                manager.add_pass(REPLACED.get(kind, kind), told)
-        manager.finalize()
-        return [manager]
+        if not self._pipelines:
+            manager = PassManager("ragged_attention_part")
+            for kind, told in DefaultPassBuilder.define_nopython_pipeline(self.state).passes:
+                if kind.__name__ not in SPARED:
+                    manager.add_pass(REPLACED.get(kind, kind), told)
+            manager.finalize()
+            self._pipelines.append(manager)
+        return self._pipelines
 
 
-class Inlined(CPUDispatcher):
+class PartFunction(CPUDispatcher):
+    """A function that becomes a part, with a memory for what Numba asks at each of its calls."""
+
+    def __init__(self, function: Any, **options: Any) -> None:
+        super().__init__(function, targetoptions=options, pipeline_class=PartCompiler)
+        self._templates: dict[tuple[Any, ...], Any] = {}
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        if kws:
+            return super().get_call_template(args, kws)
+        key = tuple(args)
+        if key not in self._templates:
+            self._templates[key] = super().get_call_template(key, {})
+        return self._templates[key]
+
+
+class Inlined(PartFunction):
     """A function that LLVM puts in the place of its calls, where it knows what is constant.
 
     So Numba need not compile it anew for each constant among its arguments.

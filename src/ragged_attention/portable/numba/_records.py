@@ -10,9 +10,10 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numba
-import numpy as np
-from numba.core import types
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.core.datamodel.models import RecordModel
+from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
 
 from ragged_attention.host import forking
@@ -46,14 +47,25 @@ def up_to(count, step):
     return (count + step - 1) // step * step
 
 
-def layout_of(names: Sequence[str], floats: Sequence[str] = ()) -> np.dtype:
-    """The layout of a record with these fields, of which `floats` are float64 and the others int64."""
-    return np.dtype([(name, np.float64 if name in floats else np.int64) for name in names])
+class RecordType(types.Record):
+    """The type of a record in compiled functions, with its long description kept, for which Numba asks often."""
+
+    @functools.cached_property
+    def _description(self) -> str:
+        return super().__repr__()
+
+    def __repr__(self) -> str:
+        return self._description
+
+
+register_default(RecordType)(RecordModel)
 
 
 def record_type(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
-    """The type of a record with these fields (see `layout_of`) in compiled functions."""
-    return numba.from_dtype(layout_of(names, floats))
+    """The type of a record with these fields, of which `floats` are float64 and the others int64."""
+    kinds = ((name, types.float64 if name in floats else types.int64) for name in names)
+    fields = [(name, {"type": kind, "offset": 8 * index}) for index, (name, kind) in enumerate(kinds)]
+    return RecordType(fields, size=8 * len(fields), aligned=True)
 
 
 def record_at(names: Sequence[str], floats: Sequence[str] = ()) -> Any:
@@ -208,21 +220,38 @@ def runner() -> Any:
     return machine_code("the threads of the kernels", {run_kernel: kinds})[0].ctypes
 
 
+def _on_stack(context: Any, numbers: Any) -> Any:
+    """Write a tuple of int64 to the stack, after its length; returns the address."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place = cgutils.alloca_once(builder, ir.ArrayType(I64, 1 + len(numbers)))
+        elements = (number(len(numbers)), *cgutils.unpack_tuple(builder, values[0], len(numbers)))
+        for index, element in enumerate(elements):
+            builder.store(element, builder.gep(place, [number(0), number(index)]))
+        return builder.ptrtoint(place, I64)
+
+    return types.int64(types.UniTuple(types.int64, len(numbers))), generate
+
+
+on_stack: Any = intrinsic(_on_stack)
+
+
 @compiled
 def allocate_arena(num_numbers, sizes):
-    """Allocate a record and, after it, a buffer for each of `sizes`, which are in bytes.
+    """Allocate a record and, after it, a buffer for each of `sizes`, a list (see `on_stack`) of numbers of bytes.
 
     The record has `num_numbers` numbers, then the buffers' addresses. Returns its address, 0 if there is no memory.
     """
-    total = header = up_to(8 * (num_numbers + len(sizes)), ALIGNMENT)
-    for size in sizes:
-        total += up_to(size, ALIGNMENT)
+    count, first = int_at(sizes, 0), sizes + 8
+    total = header = up_to(8 * (num_numbers + count), ALIGNMENT)
+    for index in range(count):
+        total += up_to(int_at(first, index), ALIGNMENT)
     address = allocate(total)
     if address:
         place = address + header
-        for index in range(len(sizes)):
+        for index in range(count):
             set_int(address, num_numbers + index, place)
-            place += up_to(sizes[index], ALIGNMENT)
+            place += up_to(int_at(first, index), ALIGNMENT)
     return address
 
 

@@ -40,7 +40,7 @@ from ragged_attention.portable.numba._products import (
     scores_of_pairs,
     span_of,
 )
-from ragged_attention.portable.numba._records import allocate_arena, list_rows, record_at, up_to
+from ragged_attention.portable.numba._records import allocate_arena, list_rows, on_stack, record_at, up_to
 from ragged_attention.portable.numba._scaled_rows import SCRATCH
 from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, weigh
@@ -103,15 +103,15 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
     s_rows, floats, integers, addresses = up_to(rows_at_once, ROWS), 4 * rows, 8 * rows, 8 * keys
     logits, kept = 4 * s_rows * s_width, floats if segments else 0
     packed = (4 * s_rows * width, 4 * s_rows * columns, 4 * s_rows, 4 * s_rows) if named else (0, 0, 0, 0)
-    address = allocate_arena(
-        len(NUMBERS),
-        (4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
-         floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, table, named, addresses, addresses, addresses, addresses,
-         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
-         floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed, kept * columns, kept, kept,
-         addresses, addresses, addresses, addresses),
+    sizes = (
+        4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
+        floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
+        addresses, addresses, addresses, table, named, addresses, addresses, addresses, addresses,
+        addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
+        floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed, kept * columns, kept, kept,
+        addresses, addresses, addresses, addresses,
     )  # fmt: skip
+    address = allocate_arena(len(NUMBERS), on_stack(sizes))
     if address == 0:
         return address
     tile = tile_at(address)
@@ -184,7 +184,7 @@ def read_rows(code, sources, target, width, columns, count):
             zero(row, 4 * columns)
 
 
-@inlined
+@compiled
 def shift(tile, rows):
     """Make the rows from row `rows` on, which must be a multiple of ROWS, the tile's first; bounds stay."""
     tile.q, tile.out = tile.q + 4 * rows * tile.width, tile.out + 4 * rows * tile.columns
@@ -221,14 +221,14 @@ def unpack_rows(tile, first, rows):
     copy(tile.l_i + 4 * first, tile.packed_l_i, 4 * rows)
 
 
-@inlined
+@compiled
 def prefetch_rows(sources, first, stop, size):
     """Prefetch the rows [first, stop) of a list of addresses, of `size` bytes each; an address may be 0."""
     for index in range(first, stop):
         prefetch(int_at(sources, index), size)
 
 
-@inlined
+@compiled
 def prefetch_rows_early(sources, first, stop, size):
     """`prefetch_rows` for many rows, which are used later than those of a few tiles."""
     for index in range(first, stop):

@@ -8,13 +8,12 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numba
 from llvmlite import binding, ir
 from numba.core import cgutils, config, types
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model
 
-from ragged_attention.portable.numba._pipeline import Inlined, PartCompiler
+from ragged_attention.portable.numba._pipeline import Inlined, PartFunction
 
 
 def features_of_the_cpu() -> dict[str, bool]:
@@ -33,13 +32,15 @@ if PAIRS:
     binding.initialize_native_asmparser()  # for `instruction`
 OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cpython_wrapper": True}
 
-compiled = numba.njit(pipeline_class=PartCompiler, **OPTIONS)  # never inlined
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """A decorator for functions that are compiled once and never inlined."""
+    return PartFunction(function, nopython=True, forceinline=False, **OPTIONS)
 
 
 def inlined(function: Callable[..., Any]) -> Any:
     """A decorator like `compiled`, for functions that are small or called in a loop: they are always inlined."""
-    options = {"nopython": True, "forceinline": True, **OPTIONS}
-    return Inlined(function, targetoptions=options, pipeline_class=PartCompiler)
+    return Inlined(function, nopython=True, forceinline=True, **OPTIONS)
 
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
@@ -635,7 +636,7 @@ def join_thread(builder: Any, handle: Any) -> None:
     called(builder, "pthread_join", I32, handle, number(0))
 
 
-@inlined
+@compiled
 def fill(address, first, stop, value):
     """Set the floats [first, stop) to `value`."""
     for index in range(first, stop):

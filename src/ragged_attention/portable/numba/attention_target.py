@@ -14,7 +14,7 @@ from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent import length_of
 from ragged_attention.portable.numba._latent_call import Blocks as Tile
 from ragged_attention.portable.numba._products import COLUMNS, ROWS, scores
-from ragged_attention.portable.numba._records import Fields, allocate_arena, programs, record_at, up_to
+from ragged_attention.portable.numba._records import Fields, allocate_arena, on_stack, programs, record_at, up_to
 from ragged_attention.portable.numba._softmax import LOG2E
 from ragged_attention.portable.numba._tiles import read_rows
 from ragged_attention.portable.numba._vectors import (
@@ -60,7 +60,8 @@ def new_tile(rows, keys, head_dim):
     """Allocate a tile for `rows` heads and `keys` keys; returns its address, 0 if there is no memory."""
     rows, keys, width = up_to(rows, ROWS), up_to(keys, LANES), up_to(head_dim, COLUMNS)
     q, k, addresses = 4 * rows * width, 4 * keys * width, 8 * keys
-    address = allocate_arena(len(NUMBERS), (q, k, addresses, 4 * rows * keys, 4 * keys, 4 * rows, addresses, addresses))
+    sizes = (q, k, addresses, 4 * rows * keys, 4 * keys, 4 * rows, addresses, addresses)
+    address = allocate_arena(len(NUMBERS), on_stack(sizes))
     if address == 0:
         return address
     begin_tile(tile_at(address), rows, keys, width)

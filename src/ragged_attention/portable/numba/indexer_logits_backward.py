@@ -21,6 +21,7 @@ from ragged_attention.portable.numba._records import (
     NO_MEMORY,
     Fields,
     allocate_arena,
+    on_stack,
     programs,
     record_at,
     up_to,
@@ -85,7 +86,7 @@ def new_tile(rows, keys, head_dim):
     rows, keys, width = up_to(rows, ROWS), up_to(keys, LANES), up_to(head_dim, COLUMNS)
     q, k = 4 * rows * width, 4 * keys * width
     sizes = (q, k, 8 * keys, 4 * rows * keys, 4 * keys, q, k, 4 * rows, 4 * rows, 8 * keys, 8 * keys)
-    address = allocate_arena(len(NUMBERS), sizes)
+    address = allocate_arena(len(NUMBERS), on_stack(sizes))
     if address == 0:
         return address
     begin_tile(tile_at(address), rows, keys, width)
