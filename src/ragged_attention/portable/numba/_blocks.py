@@ -11,12 +11,12 @@ result or, for a top-k, to scratch memory; the last split of a unit to finish se
 from ragged_attention.portable.numba import _records
 from ragged_attention.portable.numba._formats import size_of
 from ragged_attention.portable.numba._indexer import list_run, pairs_up, read_keys, read_query, tokens_of
-from ragged_attention.portable.numba._products import COLUMNS, ROWS
+from ragged_attention.portable.numba._products import COLUMNS, ROWS, product, product_of_pairs
 from ragged_attention.portable.numba._selection import INFINITY, ordered, scratch_size, select
 from ragged_attention.portable.numba._sequences import clearer_of_gaps, kv_len_of, num_sequences, within
 from ragged_attention.portable.numba._softmax import NOTHING
 from ragged_attention.portable.numba._splits import lister, splits_of
-from ragged_attention.portable.numba._tiles import advance, multiply
+from ragged_attention.portable.numba._tiles import advance
 from ragged_attention.portable.numba._vectors import (
     LANES,
     add_to,
@@ -243,6 +243,17 @@ def raise_scores(s, count, column, size, target):
         set_float(target, block, top)
 
 
+@inlined
+def multiply_head(tile, head, rows, count):
+    """Set `s` to the products of a head's `rows` queries and `count` transposed keys."""
+    q, k, s, width, s_width = tile.q + 4 * head * tile.rows * tile.width, tile.transposed, tile.s, tile.width, tile.keys
+    rows, columns = _records.up_to(rows, ROWS), _records.up_to(count, COLUMNS)
+    if tile.paired:
+        product_of_pairs(q, k, s, rows, width, columns, width, 1, s_width, s_width, 1.0, 0)
+    else:
+        product(q, k, s, rows, width, columns, width, 1, s_width, s_width, 1.0, 0)
+
+
 @compiled
 def score_keys(call, tile, unit, scores):
     """Compute the scores of a unit, `unit.blocks` for each token and head, from the columns of its split."""
@@ -262,11 +273,7 @@ def score_keys(call, tile, unit, scores):
             if head:
                 next_head(call, tile, count)
             read_keys(call, tile, count)
-            q, width = tile.q + 4 * head * tile.rows * tile.width, tile.width
-            columns = _records.up_to(count, COLUMNS)
-            multiply(
-                tile, q, width, tile.transposed, tile.keys, tile.s, tile.keys, tokens * group, width, columns, 1.0, 0
-            )
+            multiply_head(tile, head, tokens * group, count)
             for row in range(tokens * group):
                 token, s = row // group, tile.s + 4 * row * tile.keys
                 seen = min(int_at(tile.counts, token) - start, count)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ragged_attention.calls import RaggedPagedAttention, dtype_name
@@ -13,12 +13,12 @@ from ragged_attention.calls.fields import FLOATS
 from ragged_attention.errors import InvalidInput
 from ragged_attention.portable.numba import _paged, _sequences
 from ragged_attention.portable.numba._compiling import WHY_NOT
-from ragged_attention.portable.numba._formats import CODES
+from ragged_attention.portable.numba._formats import CODES, FLOAT16, FLOAT32
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._records import stride_names
 from ragged_attention.portable.numba._scaled_rows import side_numbers
 from ragged_attention.portable.numba._splits import expect_segment, expect_splits
-from ragged_attention.portable.numba._vectors import PAIRS
+from ragged_attention.portable.numba._vectors import LANES, PAIRS
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
 # Keys per segment in batch-invariant mode. Of what lists name, a range of positions has fewer.
@@ -162,11 +162,32 @@ def numbers_of_sides(forms: Sequence[KvFormat], scales: Sequence[Any], launch: A
     return numbers
 
 
+def numbers_of_products(q: Any, codes: Sequence[int], width: int, v_width: int, *, exact: bool) -> dict[str, int]:
+    """Whether a kernel multiplies pairs of bfloat16 or floats, as numbers of its record.
+
+    Pairs must fill whole vectors, and bfloat16 must hold all queries and all keys and values, which have these `codes`;
+    `exact` says that it also holds what the kernel makes of them.
+    """
+    held = dtype_name(q) == "bfloat16" and FLOAT32 not in codes and FLOAT16 not in codes
+    pairs = PAIRS and exact and held and width % (2 * LANES) == 0 and v_width % LANES == 0
+    return {"pairs": int(pairs), "floats": int(not pairs)}
+
+
+def products_of_sides(call: Any, sides: Mapping[str, int], *, scaled: bool) -> dict[str, int]:
+    """`numbers_of_products` for K and V with the given `sides`; rows that are `scaled` have scales of their own.
+
+    With lists, rows are multiplied by such scales as they are read, and bfloat16 need not hold the product.
+    """
+    codes, exact = (sides["k_codes"], sides["v_codes"]), not (scaled and call.selected is not None)
+    return numbers_of_products(call.q, codes, call.head_dim, call.v_head_dim, exact=exact)
+
+
 def numbers_of_lists(call: Any) -> dict[str, int]:
     """The sizes of `selected`, 0 without it: lists of a query, entries of a list, keys in a block."""
     if call.selected is None:
-        return dict.fromkeys(("num_lists", "num_selected", "block_size"), 0)
-    return {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}
+        return {**dict.fromkeys(("num_lists", "num_selected", "block_size"), 0), "unlisted": 1}
+    sizes = {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}
+    return {**sizes, "unlisted": 0}
 
 
 def numbers_of_bias(call: Any) -> dict[str, int]:
@@ -204,11 +225,13 @@ def run(
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scales": scales[0], "v_scales": scales[1]}
     drafted = call.draft_mask is not None
+    sides = numbers_of_sides(forms, scales, launch)
     numbers = {
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
-        **numbers_of_bias(call), **numbers_of_lists(call), **numbers_of_sides(forms, scales, launch),
+        **numbers_of_bias(call), **numbers_of_lists(call), **sides,
+        **products_of_sides(call, sides, scaled=scales != (None, None)),
         "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # of segments, all tiles have as many keys
     }  # fmt: skip
     axes_of_pages = dict.fromkeys(pages, axes)

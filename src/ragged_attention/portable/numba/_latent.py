@@ -16,7 +16,6 @@ from ragged_attention.portable.numba import _formats, _masks, _splits, _tiles
 from ragged_attention.portable.numba._formats import BFLOAT16, scale_of, size_of
 from ragged_attention.portable.numba._latent_rows import (
     ROWS,
-    has_wide_scales,
     pair_latents,
     place_of,
     read_latents,
@@ -49,7 +48,7 @@ FIELDS = Fields(
         "sliding_window", "num_ranges", "return_max_logits", "scales_rope", "scale", "soft_cap", "out_format",
         "out_seq_stride",
         *stride_names("lse", "seq token head"), *rows_fields("kv_"), *rows_fields("extra_"), "length", "extra_length",
-        "block_rows", "block_kv", "num_splits", "segment_kv",
+        "block_rows", "block_kv", "num_splits", "segment_kv", "pairs", "floats",
     ),
     plan=_splits.SPLITS,
     strides={"q": "seq token head", "lists": "seq token head"}
@@ -57,7 +56,7 @@ FIELDS = Fields(
     formats=("q",),
     scales=("kv_scale", "rope_scale"),
     floats=("scale", "soft_cap", "work"),
-    branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps, keep_largest),
+    branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps, keep_largest, *_tiles.PRODUCTS),
 )  # fmt: skip
 NO_KEY = -1  # an empty entry of the table of a list's keys
 SCATTER = 0x9E3779B1  # the golden ratio in 32 bits: multiples of it scatter evenly
@@ -139,18 +138,6 @@ def plan(address):
 
 
 # ---- one program
-
-
-@inlined
-def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: it holds queries and keys exactly.
-
-    It does not hold queries that are multiplied by two scales, nor keys with scales in float32.
-    """
-    kv, extra = kv_of(call), extra_of(call)
-    if call.scales_rope or has_wide_scales(kv) or (call.extra_length and has_wide_scales(extra)):
-        return False
-    return _tiles.pairs_with(call.q_format, kv.codes, kv.codes, call.head_dim, call.v_head_dim)
 
 
 @inlined
@@ -363,7 +350,7 @@ def attend(call, tile, unit, head, _, rows):
         next_holes = list_seen(call, tile, unit, head, after, stop, whole, length)
         _tiles.expect_next(tile, min(tile.keys, stop - after))
         keys = tile.sources if reads_in_place(call, tile) else tile.k_rows
-        _tiles.multiply_keys(tile, keys, rows, first, count, factor, 0, 0, cap_of_products(call))
+        _tiles.multiply_keys(call, tile, keys, rows, first, count, factor, 0, 0, cap_of_products(call))
         if call.num_ranges > 1:
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         if call.return_max_logits:
@@ -373,7 +360,7 @@ def attend(call, tile, unit, head, _, rows):
         _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
             read_values(call, tile, count)
-        _tiles.mix_values(tile, rows, count)
+        _tiles.mix_values(call, tile, rows, count, False)
         first = after
 
 
@@ -393,8 +380,7 @@ def finish(call, tile, unit, head, rows):
 
 def work(address):
     call = call_of(address)
-    paired = pairs_up(call)
-    table = 8 * table_size(call) if paired and call.sparse else 0
+    table = 8 * table_size(call) if call.pairs and call.sparse else 0
     return _splits.run_units(
-        address, call, call.block_rows, not paired, paired, table, 0, False, read_queries, attend, finish
+        address, call, call.block_rows, not call.pairs, call.pairs, table, 0, False, read_queries, attend, finish
     )

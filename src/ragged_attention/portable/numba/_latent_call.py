@@ -1,12 +1,13 @@
 """Turns attention calls over latents into records of `_latent`'s kernel."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from ragged_attention.calls import CacheFormat, MlaDecode, RaggedMlaAttention, SparseMlaPrefill, dtype_name
 from ragged_attention.portable.numba import _latent
-from ragged_attention.portable.numba._call import expect_tile
-from ragged_attention.portable.numba._formats import CODES
+from ragged_attention.portable.numba._call import expect_tile, numbers_of_products
+from ragged_attention.portable.numba._formats import CODES, FLOAT32
 from ragged_attention.portable.numba._kernels import Kernel
 from ragged_attention.portable.numba._latent_rows import rows_numbers
 from ragged_attention.portable.numba._records import stride_names
@@ -60,6 +61,15 @@ def cache_of(array: Any, form: CacheFormat, launch: Any) -> Any:
     return launch.words(array, packed_rows=form.planar) if form.quantized else array
 
 
+def is_exact(numbers: Mapping[str, int]) -> bool:
+    """Whether bfloat16 holds queries and keys as they are multiplied.
+
+    It does not hold queries that are multiplied by two scales, nor the product of a code and a scale in float32.
+    """
+    wide = [numbers.get(f"{of}_group") and numbers[f"{of}_scales"] == FLOAT32 for of in ("kv", "extra")]
+    return not (numbers.get("scales_rope") or wide[0] or (numbers.get("extra_length") and wide[1]))
+
+
 def run(
     call: LatentCall, tile: Tile, launch: Any, cache: Any, operands: dict[str, Any], numbers: dict[str, Any], *,
     axes: dict[str, str], lse_strides: tuple[int, int, int], results: dict[str, Any] | None = None,
@@ -78,5 +88,6 @@ def run(
         **dict(zip(stride_names("lse", "seq token head"), lse_strides, strict=True)),
         "head_dim": call.d_qk, "v_head_dim": call.d_v, "out_format": CODES[call.out_dtype or dtype_name(call.q)],
     }  # fmt: skip
+    products = numbers_of_products(call.q, (numbers["kv_codes"],), call.d_qk, call.d_v, exact=is_exact(numbers))
     operands |= {"kv": cache, "extra_kv": extra_cache}
-    return KERNEL.launch(launch, call, tile, operands, numbers, axes=axes, results=results)
+    return KERNEL.launch(launch, call, tile, operands, numbers | products, axes=axes, results=results)

@@ -136,12 +136,6 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
 
 
 @inlined
-def has_wide_scales(cache):
-    """Whether the scales are float32: bfloat16 does not hold a code's product with one, but with any other scale."""
-    return cache.group > 0 and cache.scales == _formats.FLOAT32
-
-
-@inlined
 def pair_raised_groups(row, scales, target, values, group):
     """Store e4m3 values times powers of two; returns whether all powers are usual, without which they are wrong.
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ragged_attention.portable.numba import _masks, _tiles
+from ragged_attention.portable.numba import _masks
 from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._formats import BFLOAT16, FLOAT32, scale_of, size_of
 from ragged_attention.portable.numba._products import COLUMNS
@@ -21,18 +21,6 @@ from ragged_attention.portable.numba._vectors import (
 )
 
 keys_of, values_of = record_in(SIDE, "k_"), record_in(SIDE, "v_")
-
-
-@inlined
-def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: q is bfloat16, which holds K and V, as they are multiplied, exactly.
-
-    It need not hold the product of a code and the scale of a row, which rows have in calls with lists.
-    """
-    keys, values = keys_of(call), values_of(call)
-    if call.num_lists and is_scaled(call):
-        return False
-    return _tiles.pairs_with(call.q_format, keys.codes, values.codes, call.head_dim, call.v_head_dim)
 
 
 @inlined

@@ -141,7 +141,7 @@ def add_values(call, tile, rows, count, shared):
         pair_values(call.v_codes, values, tile.v, tile.v_width, call.v_head_dim, count)
     else:
         _tiles.read_rows(call.v_codes, values, tile.v, tile.v_width, call.v_head_dim, count)
-    _tiles.mix_values(tile, rows, count)
+    _tiles.mix_values(call, tile, rows, count, False)
 
 
 @compiled
@@ -155,7 +155,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
         _tiles.pack_rows(tile, first, group)
     for row in range(group):
         _tiles.set_bounds(tile, row, 0, count)
-    _tiles.multiply_keys(tile, tile.own_keys, group, 0, count, factor, 0, 0, cap_of_products(call))
+    _tiles.multiply_keys(call, tile, tile.own_keys, group, 0, count, factor, 0, 0, cap_of_products(call))
     if call.return_max_logits:
         keep_largest(call, tile, head, 0, group, group, 0, count, 0)
     _tiles.prefetch_rows_early(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)

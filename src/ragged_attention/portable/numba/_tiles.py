@@ -28,6 +28,7 @@ two, the rows that are multiplied together would have few places in a first cach
 import numpy as np
 
 from ragged_attention.portable.numba import _formats
+from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._products import (
     COLUMNS,
     ROWS,
@@ -46,13 +47,14 @@ from ragged_attention.portable.numba._sequences import within
 from ragged_attention.portable.numba._softmax import NOTHING, capped, multiply_row, multiply_weights, weigh
 from ragged_attention.portable.numba._vectors import (
     LANES,
-    PAIRS,
     add_in_all,
     add_multiple,
+    bits_of_float,
     compiled,
     copy,
     fill,
     float_at,
+    float_of,
     fma,
     inlined,
     int_at,
@@ -101,15 +103,14 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
     columns, s_width = up_to(columns, COLUMNS), up_to(keys, COLUMNS) + LANES
     values = 0 if latent else 4 * keys * v_width
     s_rows, floats, integers, addresses = up_to(rows_at_once, ROWS), 4 * rows, 8 * rows, 8 * keys
-    logits, kept = 4 * s_rows * s_width, floats if segments else 0
-    packed = (4 * s_rows * width, 4 * s_rows * columns, 4 * s_rows, 4 * s_rows) if named else (0, 0, 0, 0)
+    logits, kept, packed = 4 * s_rows * s_width, floats if segments else 0, 4 * s_rows if named else 0
     sizes = (
         4 * rows * width, 4 * keys * width, addresses, 4 * s_width * width, values, logits, logits, 4 * rows * columns,
         floats, floats, integers, integers, integers, integers, 4 * width, addresses, addresses, addresses, addresses,
         addresses, addresses, addresses, table, named, addresses, addresses, addresses, addresses,
         addresses, addresses, addresses, addresses, 4 * keys, 4 * keys, 4 * keys, 4 * keys,
-        floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, *packed, kept * columns, kept, kept,
-        addresses, addresses, addresses, addresses,
+        floats, floats, 2 * SCRATCH, 4 * columns, 4 * columns, packed * width, packed * columns, packed, packed,
+        kept * columns, kept, kept, addresses, addresses, addresses, addresses,
     )  # fmt: skip
     address = allocate_arena(len(NUMBERS), on_stack(sizes))
     if address == 0:
@@ -278,19 +279,6 @@ def advance_scaled(tile):
 
 
 @inlined
-def held_in_pairs(code):
-    """Whether bfloat16 holds all numbers of a format."""
-    return code != _formats.FLOAT32 and code != _formats.FLOAT16
-
-
-@inlined
-def pairs_with(q_format, k_format, v_format, width, v_width):
-    """Whether pairs of bfloat16 hold all queries, keys and values exactly, and fill whole vectors."""
-    held = q_format == _formats.BFLOAT16 and held_in_pairs(k_format) and held_in_pairs(v_format)
-    return PAIRS and held and width % (2 * LANES) == 0 and v_width % LANES == 0
-
-
-@inlined
 def round_weights(s, lost, count):
     """Round a row's weights to bfloat16 in place, and write the rounding errors to `lost` unless it is 0."""
     for index in range(0, count, LANES):
@@ -441,34 +429,26 @@ def transpose_keys(keys, count, otherwise, places, target, width):
             transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
 
 
-@inlined
-def multiply(tile, p, p_row, v, v_width, out, out_width, rows, keys, columns, factor, spans):
-    """Call `product_of_pairs` for a `paired` tile, else `product`."""
-    if tile.paired:
-        product_of_pairs(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor, spans)
-    else:
-        product(p, v, out, up_to(rows, ROWS), keys, columns, p_row, 1, v_width, out_width, factor, spans)
-
-
 @compiled
-def multiply_many(tile, keys, rows, count, factor):
-    """`multiply_few` for many rows, for which keys are transposed."""
-    width, s_width = tile.width, tile.s_width
+def multiply_many(tile, keys, rows, count, factor, product):
+    """`multiply_few` for many rows, for which keys are transposed; `product` is that of floats or of pairs."""
+    width, s_width, whole = tile.width, tile.s_width, up_to(rows, ROWS)
     for key in range(0, count, LANES):
         prefetch_keys(tile, key, key + LANES)
         target = tile.transposed + 4 * key
         transpose_keys(keys + 8 * key, min(LANES, count - key), tile.q, width, target, s_width)
     prefetch_keys(tile, up_to(count, LANES), tile.ahead)
-    columns = up_to(count, COLUMNS)
-    multiply(tile, tile.q, width, tile.transposed, s_width, tile.s, s_width, rows, width, columns, factor, tile.spans)
+    columns, q, k, s = up_to(count, COLUMNS), tile.q, tile.transposed, tile.s
+    product(q, k, s, whole, width, columns, width, 1, s_width, s_width, factor, tile.spans)
 
 
 @compiled
-def multiply_few(tile, keys, rows, count, factor):
+def multiply_few(tile, keys, rows, count, factor, scores):
     """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists.
 
-    Some keys are multiplied at a time. Rows before the first and after the last one that sees any of them are left out.
-    Beside keys that lie in the cache, whole rows of coming ones are prefetched, and beside others as many before them.
+    `scores` is that of floats or of pairs. Some keys are multiplied at a time. Rows before the first and after the last
+    one that sees any of them are left out. Beside keys that lie in the cache, whole rows of coming ones are prefetched,
+    and beside others as many before them.
     """
     width, s_width, in_place = tile.width, tile.s_width, keys == tile.sources
     for key in range(0, count, STEP):
@@ -478,15 +458,30 @@ def multiply_few(tile, keys, rows, count, factor):
         some, num_keys = keys + 8 * key, min(STEP, count - key)
         row, stop = rows_that_see(tile, rows, key, key + num_keys)
         q, s = tile.q + 4 * row * width, tile.s + 4 * (row * s_width + key)
-        if tile.paired:
-            scores_of_pairs(q, some, s, stop - row, num_keys, width, width, s_width, factor, ahead, num_ahead)
-        else:
-            scores(q, some, s, stop - row, num_keys, width, width, s_width, factor, ahead, num_ahead)
+        scores(q, some, s, stop - row, num_keys, width, width, s_width, factor, ahead, num_ahead)
     prefetch_keys(tile, up_to(count, STEP), tile.ahead)
 
 
+@branch("floats")
+def multiply_floats(call, tile, keys, rows, count, factor):
+    """`multiply_few` or `multiply_many` for a tile of float32; `factor` is the bits of a float."""
+    if rows > FEW_ROWS and not tile.segments:
+        multiply_many(tile, keys, rows, count, float_of(factor), product)
+    else:
+        multiply_few(tile, keys, rows, count, float_of(factor), scores)
+
+
+@branch("pairs")
+def multiply_pairs(call, tile, keys, rows, count, factor):
+    """`multiply_floats` for a `paired` tile."""
+    if rows > FEW_ROWS and not tile.segments:
+        multiply_many(tile, keys, rows, count, float_of(factor), product_of_pairs)
+    else:
+        multiply_few(tile, keys, rows, count, float_of(factor), scores_of_pairs)
+
+
 @compiled
-def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_cap):
+def multiply_keys(call, tile, keys, rows, first, count, factor, factors, rests, soft_cap):
     """Set `s` to the base-2 logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
     A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. If
@@ -495,10 +490,10 @@ def multiply_keys(tile, keys, rows, first, count, factor, factors, rests, soft_c
     """
     s_width, factor = tile.s_width, np.float32(factor)
     find_spans(tile, rows, first, count)
-    if rows > FEW_ROWS and not tile.segments:
-        multiply_many(tile, keys, rows, count, factor)
+    if tile.paired:
+        multiply_pairs(call, tile, keys, rows, count, bits_of_float(factor))
     else:
-        multiply_few(tile, keys, rows, count, factor)
+        multiply_floats(call, tile, keys, rows, count, bits_of_float(factor))
     if rests:
         for row in range(rows):
             s = tile.s + 4 * row * s_width
@@ -522,25 +517,38 @@ def mix_values_in_place(tile, rows, count):
     prefetch_values(tile, count, tile.ahead)
 
 
-@compiled
-def mix_values(tile, rows, count):
-    """Add the weighted values of `count` keys to the results."""
-    s_width, v_width, columns = tile.s_width, tile.v_width, tile.columns
-    if tile.paired:
-        mix_pairs(tile, rows, (count + 1) // 2)
+@branch("floats")
+def mix_floats(call, tile, rows, count, in_place):
+    """`mix_values` for a tile of float32; `in_place` says that the values are multiplied in the cache."""
+    if in_place:
+        mix_values_in_place(tile, rows, count)
     else:
+        s_width, v_width, columns = tile.s_width, tile.v_width, tile.columns
         mix(tile.s, tile.v, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, v_width, columns, tile.spans)
 
 
-@compiled
-def mix_pairs(tile, rows, count):
-    """Add `count` pairs of values to the results of a tile's rows by their weights.
+@branch("pairs")
+def mix_pairs(call, tile, rows, count):
+    """`mix_values` for a `paired` tile.
 
     What rounding took of the weights is multiplied for the groups of ROWS rows that need it.
     """
     s_width, v_width, columns, v, spans = tile.s_width, tile.v_width, tile.columns, tile.v, tile.spans
-    mix_of_pairs(tile.s, v, tile.out, up_to(rows, ROWS), count, columns, s_width, 1, v_width, columns, spans)
+    pairs = (count + 1) // 2
+    mix_of_pairs(tile.s, v, tile.out, up_to(rows, ROWS), pairs, columns, s_width, 1, v_width, columns, spans)
     for row in range(0, rows, ROWS):
         if int_at(tile.uneven, row // ROWS):
             lost, out = tile.lost + 4 * row * s_width, tile.out + 4 * row * columns
-            mix_of_pairs(lost, v, out, ROWS, count, columns, s_width, 1, v_width, columns, spans + 16 * (row // ROWS))
+            mix_of_pairs(lost, v, out, ROWS, pairs, columns, s_width, 1, v_width, columns, spans + 16 * (row // ROWS))
+
+
+@inlined
+def mix_values(call, tile, rows, count, in_place):
+    """Add the weighted values of `count` keys to the results; float32 may be multiplied `in_place`, in the cache."""
+    if tile.paired:
+        mix_pairs(call, tile, rows, count)
+    else:
+        mix_floats(call, tile, rows, count, in_place)
+
+
+PRODUCTS = (multiply_floats, multiply_pairs, mix_floats, mix_pairs)  # branches of every kernel with such tiles

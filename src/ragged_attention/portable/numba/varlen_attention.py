@@ -13,6 +13,7 @@ from ragged_attention.portable.numba._call import (
     numbers_of_bias,
     numbers_of_lists,
     numbers_of_sides,
+    products_of_sides,
     results_of,
     tile_of_lists,
     why_not,
@@ -39,11 +40,12 @@ def invariant_tile(call: VarlenAttention) -> Tile:
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, ...]:
     pages = {"k_pages": launch.packed(call.k), "v_pages": launch.packed(call.v)}
+    sides = numbers_of_sides((UNSCALED_FORMATS[dtype_name(call.q)],) * 2, (None, None), launch)
     numbers = {
         "num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED, "page_size": 1,
         "num_pages": call.num_kv_tokens, "capacity": call.num_kv_tokens, "out_format": CODES[dtype_name(call.q)],
         "num_ranges": call.num_ranges, **numbers_of_lists(call), **numbers_of_bias(call),
-        **numbers_of_sides((UNSCALED_FORMATS[dtype_name(call.q)],) * 2, (None, None), launch),
+        **sides, **products_of_sides(call, sides, scaled=False),
     }  # fmt: skip
     axes, results = dict.fromkeys(pages, "page head"), results_of(call)
     made = KERNEL.launch(launch, call, tile, pages, numbers, axes=axes, results=results)
