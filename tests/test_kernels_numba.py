@@ -129,17 +129,18 @@ def test_every_four_codes_become_two_pairs() -> None:
 
 @numba.njit
 def _transpose(sources: int, count: int, otherwise: int, target: int, stride: int) -> None:
-    _vectors.transpose(sources, count, otherwise, 1, target, stride)
+    _vectors.transpose(sources, count, otherwise, 2 * LANES, target, stride)
 
 
 @pytest.mark.parametrize("count", [1, 5, 40])
 def test_rows_become_columns(count: int) -> None:
-    rows, otherwise = np.arange(LANES * 20, dtype=np.float32).reshape(LANES, 20), np.full(20, -1, np.float32)
-    addresses = rows.ctypes.data + np.arange(LANES) * rows.strides[0]
+    columns = 2 * LANES
+    rows = np.arange(LANES * (columns + 4), dtype=np.float32).reshape(LANES, columns + 4)
+    addresses, otherwise = rows.ctypes.data + np.arange(LANES) * rows.strides[0], np.full(columns, -1, np.float32)
     addresses[3] = 0
-    out = np.full((LANES, LANES + 2), 7, np.float32)
+    out = np.full((columns, LANES + 2), 7, np.float32)
     _transpose(addresses.ctypes.data, count, otherwise.ctypes.data, out.ctypes.data, LANES + 2)
-    expected = rows[:, 1 : LANES + 1].T.copy()
+    expected = rows[:, :columns].T.copy()
     expected[:, 3] = expected[:, count:] = -1
     assert np.array_equal(out[:, :LANES], expected)
     assert (out[:, LANES:] == 7).all()

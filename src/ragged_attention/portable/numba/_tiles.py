@@ -222,11 +222,17 @@ def unpack_rows(tile, first, rows):
     copy(tile.l_i + 4 * first, tile.packed_l_i, 4 * rows)
 
 
-@compiled
-def prefetch_rows(sources, first, stop, size):
+@inlined
+def prefetch_each(sources, first, stop, size):
     """Prefetch the rows [first, stop) of a list of addresses, of `size` bytes each; an address may be 0."""
     for index in range(first, stop):
         prefetch(int_at(sources, index), size)
+
+
+@compiled
+def prefetch_rows(sources, first, stop, size):
+    """`prefetch_each`, for many rows at a time."""
+    prefetch_each(sources, first, stop, size)
 
 
 @compiled
@@ -247,7 +253,7 @@ def prefetch_keys(tile, first, stop):
 @inlined
 def prefetch_values(tile, first, stop):
     """Prefetch those of the coming values that are in [first, stop)."""
-    prefetch_rows(tile.coming_values, first, min(stop, tile.ahead), tile.v_bytes)
+    prefetch_each(tile.coming_values, first, min(stop, tile.ahead), tile.v_bytes)
 
 
 @inlined
@@ -425,8 +431,7 @@ def transpose_keys(keys, count, otherwise, places, target, width):
     Columns of `target` from `count` on are undefined.
     """
     for key in range(0, count, LANES):
-        for place in range(0, places, LANES):
-            transpose(keys + 8 * key, count - key, otherwise, place, target + 4 * (place * width + key), width)
+        transpose(keys + 8 * key, count - key, otherwise, places, target + 4 * key, width)
 
 
 @compiled

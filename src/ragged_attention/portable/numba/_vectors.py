@@ -393,31 +393,33 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
 
 
 @function_of(types.none, *(types.int64,) * 6)
-def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, place: Any, target: Any, stride: Any) -> None:
-    """Transpose LANES floats, from float `place` on, of LANES rows; the rows in `target` are `stride` floats apart.
+def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, floats: Any, target: Any, stride: Any) -> None:
+    """Transpose the first `floats` of LANES rows, a multiple of LANES; the rows of `target` are `stride` floats apart.
 
     `sources` lists the addresses of `count` rows. For further rows, and for those at address 0, the row at `otherwise`
     is read.
     """
-    rows = []
+    addresses = []
     for index in range(LANES):
         entry = number(index)
         exists = builder.icmp_signed("<", entry, count)
         listed = builder.load(builder.select(exists, element(builder, sources, entry, I64),
                                              element(builder, sources, number(0), I64)))  # fmt: skip
         exists = builder.and_(exists, builder.icmp_signed("!=", listed, number(0)))
-        row = element(builder, builder.select(exists, listed, otherwise), place, F32)
-        rows.append(load_aligned(builder, row, FLOATS, 4))
-    step = LANES
-    while step := step // 2:  # exchange off-diagonal blocks of halving size
-        upper = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
-        lower = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
-        for row in range(LANES):
-            if not row & step:
-                a, b = rows[row], rows[row + step]
-                rows[row], rows[row + step] = shuffled(builder, upper, a, b), shuffled(builder, lower, a, b)
-    for index, row in enumerate(rows):
-        store_aligned(builder, row, element(builder, target, builder.mul(stride, number(index)), F32), 4)
+        addresses.append(builder.select(exists, listed, otherwise))
+    with cgutils.for_range_slice(builder, number(0), floats, number(LANES)) as (place, _):
+        rows = [load_aligned(builder, element(builder, address, place, F32), FLOATS, 4) for address in addresses]
+        step = LANES
+        while step := step // 2:  # exchange off-diagonal blocks of halving size
+            upper = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
+            lower = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
+            for row in range(LANES):
+                if not row & step:
+                    a, b = rows[row], rows[row + step]
+                    rows[row], rows[row + step] = shuffled(builder, upper, a, b), shuffled(builder, lower, a, b)
+        for index, row in enumerate(rows):
+            column = builder.mul(stride, builder.add(place, number(index)))
+            store_aligned(builder, row, element(builder, target, column, F32), 4)
 
 
 @function_of(vector, vector)
@@ -637,10 +639,17 @@ def join_thread(builder: Any, handle: Any) -> None:
 
 
 @compiled
-def fill(address, first, stop, value):
-    """Set the floats [first, stop) to `value`."""
+def fill_some(address, first, stop, value):
+    """`fill` for at least one float."""
     for index in range(first, stop):
         set_float(address, index, value)
+
+
+@inlined
+def fill(address, first, stop, value):
+    """Set the floats [first, stop), often none, to `value`."""
+    if first < stop:
+        fill_some(address, first, stop, value)
 
 
 @inlined
