@@ -5,9 +5,10 @@
 A batch has 1 to 64 sequences of 128 to 65536 keys, at most a gigabyte of keys and values. Round after round a call
 reads other pages of the cache, as the layers of a model do, so that small batches do not find their keys in the CPU's
 caches. If decode grows linearly, the time for a key is the same everywhere; what a call costs besides shows in the
-smallest batches. Padding is a page table ten times as long for ten times as many sequences, of which none is used. For
-more threads than the machine has there is a plan: a thread takes the next program when it has finished one, as in the
-kernels, and a program takes as long as it has keys. Its divisions are the kernels' own; nothing of it is measured.
+smallest batches. Pages are taken in any order; a plain read, torch's maximum of a quarter of the cache in its order,
+stands beside them. Padding is a page table ten times as long for ten times as many sequences, of which none is used.
+For more threads than the machine has there is a plan: a thread takes the next program when it has finished one, as in
+the kernels, and a program takes as long as it has keys. Its divisions are the kernels' own; nothing of it is measured.
 With --save the results go to benchmarks/results; `make docs` draws the picture then.
 """
 
@@ -56,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     cache, record = new_cache(), facts()
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
-        run = {"threads": threads, "growth": growth(cache, options.rounds), "padding": padding(cache, options.rounds)}
+        run = {
+            "threads": threads,
+            "read": plain_read(cache, options.rounds),
+            "growth": growth(cache, options.rounds),
+            "padding": padding(cache, options.rounds),
+        }
         record["runs"].append(run)
         sys.stdout.write(told(run))
     record["plan"] = {name: [filled(lens, threads) for threads in PLANNED_THREADS] for name, lens in PLANNED.items()}
@@ -93,6 +99,13 @@ def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> C
     q, count = torch.randn(num_seqs, NUM_Q_HEADS, HEAD_DIM).bfloat16(), torch.tensor([num_seqs]).int()
     turns = itertools.cycle(tables)
     return lambda: ragged_paged_attention(q, cache, lens, next(turns), edges, num_seqs=count, backend="numba")
+
+
+def plain_read(cache: torch.Tensor, rounds: int) -> float:
+    """The gigabytes that torch reads in a second where it looks for the largest number of a quarter of the cache."""
+    quarters = itertools.cycle(cache.view(torch.int32).chunk(4))
+    seconds = on_cpu({"read": lambda: next(quarters).max()}, rounds=rounds)["read"].median
+    return 1e-9 * cache.nbytes / 4 / seconds
 
 
 def growth(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
@@ -143,9 +156,10 @@ def filled(lens: Sequence[int], threads: int) -> float:
 
 def told(run: dict[str, Any]) -> str:
     """A run for the terminal."""
-    lines = [f"{run['threads']} threads"]
+    lines = [f"{run['threads']} threads; a plain read has {run['read']:.1f} GB/s"]
     for row in run["growth"]:
-        found = f"{row['milliseconds']:.3f} ms, {row['nanoseconds']:.2f} ns for a key and KV head"
+        rate = 2 * HEAD_DIM * torch.bfloat16.itemsize / row["nanoseconds"]
+        found = f"{row['milliseconds']:.3f} ms, {row['nanoseconds']:.2f} ns for a key and KV head, {rate:.1f} GB/s"
         lines.append(f"{row['num_seqs']} of {row['keys']}: {found}")
     for row in run["padding"]:
         lines.append(f"{row['num_seqs']} of {row['keys']}, padded: x {row['ratio']:.3f}, {row['microseconds']:.1f} us")

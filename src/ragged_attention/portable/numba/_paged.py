@@ -15,7 +15,12 @@ from ragged_attention.portable.numba._formats import scale_of, size_of
 from ragged_attention.portable.numba._max_logits import clear_largest, keep_largest
 from ragged_attention.portable.numba._paged_heads import heads_together
 from ragged_attention.portable.numba._paged_keys import keeps_order, keys_of, list_scales
-from ragged_attention.portable.numba._paged_lists import attend_to_blocks
+from ragged_attention.portable.numba._paged_lists import (
+    add_biases,
+    attend_to_blocks,
+    read_scaled_key,
+    read_scaled_value,
+)
 from ragged_attention.portable.numba._paged_logits import (
     add_relative_bias,
     add_slopes,
@@ -57,10 +62,10 @@ FIELDS = Fields(
     scales=("k_scale", "v_scale"),
     floats=("scale", "soft_cap", "work"),
     branches=(
-        _selected.divide_lists, attend_to_blocks, attend_to_range, _masks.divide_spans, _masks.drop_unseen,
-        _masks.hide_gaps, hide_undrafted, add_slopes, add_relative_bias, list_scales, expand_keys, expand_values,
-        read_key_factors, read_value_factors, add_wrong_values, hide_unseen, keep_largest, _splits.merge_kept,
-        _splits.keep, *_tiles.PRODUCTS,
+        _selected.divide_lists, attend_to_blocks, add_biases, read_scaled_key, read_scaled_value, attend_to_range,
+        _masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps, hide_undrafted, add_slopes, add_relative_bias,
+        list_scales, expand_keys, expand_values, read_key_factors, read_value_factors, add_wrong_values, hide_unseen,
+        keep_largest, _splits.merge_kept, _splits.keep, *_tiles.PRODUCTS,
     ),
 )  # fmt: skip
 call_of = FIELDS.at

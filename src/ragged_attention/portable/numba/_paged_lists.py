@@ -6,7 +6,7 @@ Values and weights that tokens share are float32; a token alone has them as the 
 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
 from ragged_attention.portable.numba._branches import branch
-from ragged_attention.portable.numba._formats import pair, pair_values, size_of
+from ragged_attention.portable.numba._formats import pair, pair_values, size_of, widen
 from ragged_attention.portable.numba._max_logits import cap_of_products, keep_largest
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
@@ -59,6 +59,18 @@ def shares_values(call, unit):
     return unit.last - unit.first > 1 or is_scaled(call)
 
 
+@branch("k_scales")
+def read_scaled_key(call, tile, index, source, target):
+    """Read a listed key whose row has scales."""
+    read_row(keys_of(call), source, int_at(tile.k_scales, index), target, call.head_dim, tile.scratch)
+
+
+@branch("v_scales")
+def read_scaled_value(call, tile, index, source, target):
+    """Read a listed value whose row has scales."""
+    read_row(values_of(call), source, int_at(tile.v_scales, index), target, call.v_head_dim, tile.scratch)
+
+
 @compiled
 def read_named(call, tile, first, count, shared):
     """Read `count` listed keys and values and note where each lies, at its distance from position `first`.
@@ -78,12 +90,16 @@ def read_named(call, tile, first, count, shared):
             continue
         if not in_place and tile.paired:
             pair(code, source, source + size_of(code) * tile.width, k, tile.width)
+        elif not in_place and call.k_scales:
+            read_scaled_key(call, tile, index, source, k)
         elif not in_place:
-            read_row(keys_of(call), source, int_at(tile.k_scales, index), k, call.head_dim, tile.scratch)
+            widen(code, source, k, call.head_dim)
         elif shared:
             copy(k, source, 4 * tile.width)
-        if shared:
-            read_row(values_of(call), value, int_at(tile.v_scales, index), v, call.v_head_dim, tile.scratch)
+        if shared and call.v_scales:
+            read_scaled_value(call, tile, index, value, v)
+        elif shared:
+            widen(call.v_codes, value, v, call.v_head_dim)
 
 
 @compiled
@@ -105,7 +121,7 @@ def list_own(call, tile, unit, token, base, first, stop, holes):
     return count
 
 
-@compiled
+@branch("alibi_slopes", "relative_bias")
 def add_biases(call, tile, unit, head, token, count):
     """Add the biases by distance to the logits of `count` listed keys and a token's rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
