@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def code_of(function, num_arguments):
         return machine_code(function.__name__, {function: f"int64({', '.join(['int64'] * num_arguments)})"})[0]
 
 
-def results_of(function, *arguments, dtype=np.int64):
+def results_of(function: Any, *arguments: int, dtype: Any = np.int64) -> np.ndarray:
     out = np.zeros(64, dtype)
     assert code_of(function, len(arguments) + 1).ctypes(*arguments, out.ctypes.data) == 0
     return out
@@ -126,7 +127,8 @@ def test_extremes_of_floats():
     for a, b in itertools.product((-math.inf, -1.5, 0.0, 1.0, 3.0, math.inf, math.nan), repeat=2):
         pair = np.array([a, b], np.float32)
         found = results_of(extremes, pair.ctypes.data, dtype=np.float32)[:4]
-        np.testing.assert_array_equal(found, np.float32([min(a, b), max(a, b), max(a, 1), min(2, b)]), str((a, b)))
+        expected = np.array([min(a, b), max(a, b), max(a, 1), min(2, b)], np.float32)
+        np.testing.assert_array_equal(found, expected, str((a, b)))
 
 
 def test_a_compiled_function_is_not_inlined_for_its_caller_s_sake():
