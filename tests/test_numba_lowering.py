@@ -131,7 +131,8 @@ def test_extremes_of_floats():
         np.testing.assert_array_equal(found, expected, str((a, b)))
 
 
-def test_a_compiled_function_is_not_inlined_for_its_caller_s_sake():
+def test_a_compiled_function_is_not_inlined_for_its_caller_s_sake(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no code is that another process has compiled
     assert code_of(calls, 1).ctypes(5) == 7
     for function, attribute in ((called_from_an_inlined_one, "noinline"), (inlined_one, "alwaysinline")):
         (made,) = function.overloads.values()

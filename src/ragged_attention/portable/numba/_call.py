@@ -185,9 +185,15 @@ def products_of_sides(call: Any, sides: Mapping[str, int], *, scaled: bool) -> d
 def numbers_of_lists(call: Any) -> dict[str, int]:
     """The sizes of `selected`, 0 without it: lists of a query, entries of a list, keys in a block."""
     if call.selected is None:
-        return {**dict.fromkeys(("num_lists", "num_selected", "block_size"), 0), "unlisted": 1}
-    sizes = {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}
-    return {**sizes, "unlisted": 0}
+        return dict.fromkeys(("num_lists", "num_selected", "block_size"), 0)
+    return {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}
+
+
+def branches_of_lists(call: Any, *, scaled: bool) -> dict[str, int]:
+    """Whether a call lacks lists of blocks, and what its lists need if it has them; rows may be `scaled`."""
+    listed, biased = call.selected is not None, call.alibi_slopes is not None or call.relative_bias is not None
+    needed = {"unlisted": not listed, "listed_scales": listed and scaled, "listed_biases": listed and biased}
+    return {name: int(value) for name, value in needed.items()}
 
 
 def numbers_of_bias(call: Any) -> dict[str, int]:
@@ -225,13 +231,13 @@ def run(
     k_pages, v_pages = (call.kv_pages, call.kv_pages) if call.combined else call.kv_pages
     pages = {"k_pages": k_pages, "v_pages": v_pages, "k_scales": scales[0], "v_scales": scales[1]}
     drafted = call.draft_mask is not None
-    sides = numbers_of_sides(forms, scales, launch)
+    sides, scaled = numbers_of_sides(forms, scales, launch), any(of is not None for of in scales)
     numbers = {
         "max_num_seqs": _sequences.max_sequences(call, call.max_num_seqs), "layout": layout, "drafted": drafted,
         "draft_width": call.draft_mask.shape[1] if drafted else 0, "num_ranges": call.num_ranges,
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
-        **numbers_of_bias(call), **numbers_of_lists(call), **sides,
-        **products_of_sides(call, sides, scaled=scales != (None, None)),
+        **numbers_of_bias(call), **numbers_of_lists(call), **branches_of_lists(call, scaled=scaled), **sides,
+        **products_of_sides(call, sides, scaled=scaled),
         "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # of segments, all tiles have as many keys
     }  # fmt: skip
     axes_of_pages = dict.fromkeys(pages, axes)

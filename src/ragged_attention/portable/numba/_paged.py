@@ -50,9 +50,9 @@ FIELDS = Fields(
     numbers=(
         "num_tokens", "num_q_heads", "num_kv_heads", "head_dim", "v_head_dim", "max_num_seqs", "layout", "out_format",
         "num_pages", "page_size", "capacity", "v_offset", "causal", "sliding_window", "drafted", "draft_width",
-        "num_ranges", "num_lists", "num_selected", "block_size", "unlisted", "scale", "soft_cap", "bias_width",
-        "bias_stride", "bias_at_own", "return_max_logits", "block_q", "block_kv", "decode_kv", "segment_kv",
-        "pairs", "floats",
+        "num_ranges", "num_lists", "num_selected", "block_size", "unlisted", "listed_scales", "listed_biases", "scale",
+        "soft_cap", "bias_width", "bias_stride", "bias_at_own", "return_max_logits", "block_q", "block_kv", "decode_kv",
+        "segment_kv", "pairs", "floats",
         *side_fields("k_"), *side_fields("v_"),
     ),
     plan=(*_splits.SPLITS, "named_size"),

@@ -10,7 +10,6 @@ from ragged_attention.portable.numba._formats import pair, pair_values, size_of,
 from ragged_attention.portable.numba._max_logits import cap_of_products, keep_largest
 from ragged_attention.portable.numba._paged_keys import (
     factor_of,
-    is_scaled,
     keys_of,
     list_next,
     reads_in_place,
@@ -56,18 +55,18 @@ def list_named(call, tile, unit, head, base, position, stop):
 @inlined
 def shares_values(call, unit):
     """Whether values are read to a place where all tokens of a unit find them, as values with scales always are."""
-    return unit.last - unit.first > 1 or is_scaled(call)
+    return unit.last - unit.first > 1 or call.listed_scales != 0
 
 
-@branch("k_scales")
+@branch("listed_scales")
 def read_scaled_key(call, tile, index, source, target):
-    """Read a listed key whose row has scales."""
+    """Read a listed key, where rows of keys or of values have scales."""
     read_row(keys_of(call), source, int_at(tile.k_scales, index), target, call.head_dim, tile.scratch)
 
 
-@branch("v_scales")
+@branch("listed_scales")
 def read_scaled_value(call, tile, index, source, target):
-    """Read a listed value whose row has scales."""
+    """`read_scaled_key` for a value."""
     read_row(values_of(call), source, int_at(tile.v_scales, index), target, call.v_head_dim, tile.scratch)
 
 
@@ -90,13 +89,13 @@ def read_named(call, tile, first, count, shared):
             continue
         if not in_place and tile.paired:
             pair(code, source, source + size_of(code) * tile.width, k, tile.width)
-        elif not in_place and call.k_scales:
+        elif not in_place and call.listed_scales:
             read_scaled_key(call, tile, index, source, k)
         elif not in_place:
             widen(code, source, k, call.head_dim)
         elif shared:
             copy(k, source, 4 * tile.width)
-        if shared and call.v_scales:
+        if shared and call.listed_scales:
             read_scaled_value(call, tile, index, value, v)
         elif shared:
             widen(call.v_codes, value, v, call.v_head_dim)
@@ -121,7 +120,7 @@ def list_own(call, tile, unit, token, base, first, stop, holes):
     return count
 
 
-@branch("alibi_slopes", "relative_bias")
+@branch("listed_biases")
 def add_biases(call, tile, unit, head, token, count):
     """Add the biases by distance to the logits of `count` listed keys and a token's rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
@@ -175,7 +174,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
     if call.return_max_logits:
         keep_largest(call, tile, head, 0, group, group, 0, count, 0)
     _tiles.prefetch_rows_early(tile.next_v_sources, ahead[0], ahead[1], tile.v_bytes)
-    if call.alibi_slopes or call.relative_bias:
+    if call.listed_biases:
         add_biases(call, tile, unit, head, token, count)
     add_values(call, tile, group, count, shares_values(call, unit))
     if aligned:

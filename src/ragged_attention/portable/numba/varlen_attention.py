@@ -9,6 +9,7 @@ from ragged_attention.portable.numba._call import (
     KERNEL,
     Tile,
     block_q_of,
+    branches_of_lists,
     keys_of_a_prompt,
     numbers_of_bias,
     numbers_of_lists,
@@ -45,6 +46,7 @@ def run(call: VarlenAttention, tile: Tile, launch: Any) -> tuple[Any, ...]:
         "num_tokens": call.num_q_tokens, "max_num_seqs": call.num_seqs, "layout": PACKED, "page_size": 1,
         "num_pages": call.num_kv_tokens, "capacity": call.num_kv_tokens, "out_format": CODES[dtype_name(call.q)],
         "num_ranges": call.num_ranges, **numbers_of_lists(call), **numbers_of_bias(call),
+        **branches_of_lists(call, scaled=False),
         **sides, **products_of_sides(call, sides, scaled=False),
     }  # fmt: skip
     axes, results = dict.fromkeys(pages, "page head"), results_of(call)
