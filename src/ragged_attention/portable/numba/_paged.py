@@ -135,14 +135,14 @@ def read_queries(call, tile, unit, head):
     kv_len = kv_len_of(call, unit.seq)
     rows, row = (unit.last - unit.first) * group, 0
     in_order, summed = keeps_order(call, tile), leaves_rests(keys_of(call), tile)
-    ahead = TOKENS_AHEAD * size_of(call.q_format) * call.q_token_stride
-    bytes_of_query = size_of(call.q_format) * call.head_dim
+    size = size_of(call.q_format)
+    ahead = TOKENS_AHEAD * size * call.q_token_stride
     _tiles.begin(tile, rows)
     for token in range(unit.first, unit.last):
         left, right = _masks.seen_between(call, token, stop, kv_len)
         for q_head in range(head * group, (head + 1) * group):
-            source = call.q + size_of(call.q_format) * (token * call.q_token_stride + q_head * call.q_head_stride)
-            prefetch(source + ahead, bytes_of_query)
+            source = call.q + size * (token * call.q_token_stride + q_head * call.q_head_stride)
+            prefetch(source + ahead, size * call.head_dim)
             _tiles.read_query(tile, row, call.q_format, source, call.head_dim, in_order)
             if summed:
                 _tiles.sum_query(tile, row)

@@ -467,22 +467,25 @@ def multiply_few(tile, keys, rows, count, factor, scores):
     prefetch_keys(tile, up_to(count, STEP), tile.ahead)
 
 
-@branch("floats")
-def multiply_floats(call, tile, keys, rows, count, factor):
-    """`multiply_few` or `multiply_many` for a tile of float32; `factor` is the bits of a float."""
+@inlined
+def multiply(tile, keys, rows, count, factor, product, scores):
+    """Call `multiply_many` or `multiply_few` with the products of floats or of pairs; `factor` is a float's bits."""
     if rows > FEW_ROWS and not tile.segments:
         multiply_many(tile, keys, rows, count, float_of(factor), product)
     else:
         multiply_few(tile, keys, rows, count, float_of(factor), scores)
 
 
+@branch("floats")
+def multiply_floats(call, tile, keys, rows, count, factor):
+    """`multiply` for a tile of float32."""
+    multiply(tile, keys, rows, count, factor, product, scores)
+
+
 @branch("pairs")
 def multiply_pairs(call, tile, keys, rows, count, factor):
-    """`multiply_floats` for a `paired` tile."""
-    if rows > FEW_ROWS and not tile.segments:
-        multiply_many(tile, keys, rows, count, float_of(factor), product_of_pairs)
-    else:
-        multiply_few(tile, keys, rows, count, float_of(factor), scores_of_pairs)
+    """`multiply` for a `paired` tile."""
+    multiply(tile, keys, rows, count, factor, product_of_pairs, scores_of_pairs)
 
 
 @compiled
