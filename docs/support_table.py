@@ -1,10 +1,10 @@
-"""Write the tables of what runs where, of docs/support.md, the README and docs/sparse_attention.md, from `why_not`.
+"""Write the tables of docs/support.md and docs/sparse_attention.md, which backend runs which call, from `why_not`.
 
     python docs/support_table.py
 
-The backends of a platform are asked in its own order; those that take a call are listed, the first being the one that
-runs it. The README has the first alone, a line for all operations with the same. Nothing is run, and no device is
-needed.
+A platform's backends are asked in its order. The tables list those that take a call; the first one runs it. The summary
+in docs/support.md names only the first one, with one row for all operations that have the same choices. Nothing is run,
+and no device is needed.
 """
 
 import dataclasses
@@ -16,8 +16,9 @@ from ragged_attention.calls import CACHE_FORMATS, FLOATS, Device
 from ragged_attention.tools.samples import BlocksSample, IndexerSample, LatentSample, Sample, VarlenSample, device_of
 
 DOCS = Path(__file__).resolve().parent
-PAGE, README, SPARSE = DOCS / "support.md", DOCS.parent / "README.md", DOCS / "sparse_attention.md"
+PAGE, SPARSE = DOCS / "support.md", DOCS / "sparse_attention.md"
 BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
+SUMMARY = "<!-- summary: written by `make docs` -->\n", "<!-- end of summary -->\n"
 
 # Column: (framework, device) that is asked.
 COLUMNS = {
@@ -329,27 +330,26 @@ def short_table(found: Answers) -> str:
             dict.fromkeys(names[0] if names else "none" for names in column) for column in zip(*rows, strict=True)
         ]
         pages.setdefault(" | ".join(" or ".join(names) for names in picked), []).append(
-            f"[`{operation}`](docs/operations/{operation}.md)"
+            f"[`{operation}`](operations/{operation}.md)"
         )
     lines += [f"| {', '.join(names)} | {cells} |" for cells, names in pages.items()]
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str, written: str) -> str:
-    """A page's text, its table written anew."""
-    before, begin, rest = text.partition(BEGIN)
-    if not begin or END not in rest:
-        raise ValueError(f"expected a page with the lines {BEGIN!r} and {END!r}")
-    return f"{before}{BEGIN}{written}{END}{rest.partition(END)[2]}"
+def with_table(text: str, written: str, begin: str = BEGIN, end: str = END) -> str:
+    """A page's text with a new table between two marks."""
+    before, mark, rest = text.partition(begin)
+    if not mark or end not in rest:
+        raise ValueError(f"expected a page with the lines {begin!r} and {end!r}")
+    return f"{before}{begin}{written}{end}{rest.partition(end)[2]}"
 
 
 def pages() -> dict[Path, str]:
     """The pages as they should be."""
     found = answers()
     return {
-        PAGE: with_table(PAGE.read_text(), table(found)),
+        PAGE: with_table(with_table(PAGE.read_text(), table(found)), short_table(found), *SUMMARY),
         SPARSE: with_table(SPARSE.read_text(), table({row: found[row] for row in SPARSE_ROWS})),
-        README: with_table(README.read_text(), short_table(found)),
     }
 
 

@@ -14,8 +14,8 @@ where VLLM_CPU_LIBRARY points). Everything runs in one process, round after roun
 is the median over the rounds of (peer / ours), so above 1 means that ours is faster. Each result is compared with
 `eager`'s before it is timed. Beside the times stand what share of the bandwidth of a copy a case reads keys and values
 with, and what share of the rate of torch's own matrix product it multiplies with; both rates are measured in the same
-run. With --save the results go to benchmarks/results, and as tables to docs/cpu_measured.md and the README; `make docs`
-draws the picture then.
+run. With --save the results go to benchmarks/results, and as tables to docs/cpu_measured.md; `make docs` then draws the
+pictures.
 """
 
 import argparse

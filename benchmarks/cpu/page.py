@@ -1,4 +1,4 @@
-"""What a run has measured, as tables of docs/cpu_measured.md and the README. docs/pictures/draw.py has the picture."""
+"""The tables of docs/cpu_measured.md, from the record of a run. docs/pictures/draw.py draws the pictures."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE, README = ROOT / "docs" / "cpu_measured.md", ROOT / "README.md"
+PAGE = ROOT / "docs" / "cpu_measured.md"
 BEGIN, END = "<!-- written by `make bench-cpu` -->\n", "<!-- end of what is written -->\n"
 OTHERS = ("vllm", "sglang", "openvino", "ggml", "zentorch", "sdpa", "eager")
 PEERS = (*OTHERS, "named", "dense", "jax")
@@ -29,11 +29,10 @@ TITLES = {
     "dense": "ours to all keys",
     "jax": "ours from jax",
 }
-IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")
 
 
 def save(record: Mapping[str, Any]) -> None:
-    """Keep a record as that of its CPU, in the place of an older one, and write the page's tables and the README's."""
+    """Store a record in place of an older one of the same CPU, and write the page's tables."""
     for file, kept in records().items():
         if kept["cpu"] == record["cpu"]:
             file.unlink()
@@ -48,7 +47,7 @@ def records() -> dict[Path, Any]:
 
 
 def write(record: Mapping[str, Any]) -> None:
-    """The page's tables and the README's from a record, and a summary of all records."""
+    """Write the page's tables from a record, and a summary of all records."""
     told = f"{record['cpu']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
     parts = [
         "All cases and all other implementations together, on each CPU that was measured:\n\n",
@@ -59,10 +58,8 @@ def write(record: Mapping[str, Any]) -> None:
         rates = (
             f"a copy moves {run['bytes_per_second'] / 1e9:.1f} GB/s, torch multiplies {run['flops'] / 1e9:.0f} GFLOP/s"
         )
-        parts += [f"\n### {_threads(run)}\n\nOn this machine {rates}.\n\n", table(run, long=True)]
+        parts += [f"\n### {_threads(run)}\n\nOn this machine {rates}.\n\n", table(run)]
     replace(PAGE, "".join(parts), BEGIN, END)
-    last = record["runs"][-1]
-    replace(README, f"{_threads(last)} of {told}\n\n" + table(last, long=False), BEGIN, END)
 
 
 def summary(every: Iterable[Mapping[str, Any]]) -> str:
@@ -99,17 +96,15 @@ def machine(info: Path = Path("/proc/cpuinfo")) -> str:
     return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} CPUs"
 
 
-def table(run: Mapping[str, Any], *, long: bool) -> str:
-    """In Markdown; the long one has every case and what share of the machine is used."""
-    rows = [row for row in run["cases"] if long or row["name"] in IN_README]
-    peers = [name for name in PEERS if any(name in row["ratios"] for row in rows) and (long or name != "jax")]
-    shares = ("share_of_copy", "share_of_product") if long else ()
-    heads = ["case", "ours, ms", *(f"{TITLES[name]} / ours" for name in peers)] + ["of copy", "of product"] * long
+def table(run: Mapping[str, Any]) -> str:
+    """A run's table in Markdown: times, ratios, and the shares of the machine's rates that are used."""
+    rows = run["cases"]
+    peers = [name for name in PEERS if any(name in row["ratios"] for row in rows)]
+    heads = ["case", "ours, ms", *(f"{TITLES[name]} / ours" for name in peers), "of copy", "of product"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in rows:
-        name = f"{row['name']}: {row['what']}" if long else row["what"]
-        cells = [name, f"{row['milliseconds']['ours']:.1f}"]
+        cells = [f"{row['name']}: {row['what']}", f"{row['milliseconds']['ours']:.1f}"]
         cells += [f"{row['ratios'][peer]:.2f}" if peer in row["ratios"] else "" for peer in peers]
-        cells += [f"{100 * row[share]:.0f} %" if row[share] else "" for share in shares]
+        cells += [f"{100 * row[share]:.0f} %" if row[share] else "" for share in ("share_of_copy", "share_of_product")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

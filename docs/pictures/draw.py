@@ -536,6 +536,42 @@ def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, 
         drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
 
 
+IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")  # the cases of the README's picture
+
+
+def speed() -> drawing.Drawing:
+    """The README's picture: the time of other libraries over ours on a CPU, in typical cases."""
+    record = measured_on_a_cpu()
+    run = record["runs"][-1]
+    cases = [case for case in run["cases"] if case["name"] in IN_README]
+    peers = {"one": "vllm", "two": "sglang", "three": "openvino", "four": "ggml", "grey": "sdpa"}
+    titles = {"vllm": "vLLM", "sglang": "SGLang", "openvino": "OpenVINO", "ggml": "llama.cpp", "sdpa": "torch SDPA"}
+    drawn = drawing.Drawing(
+        "Attention on a CPU: time of other libraries divided by ours",
+        f"Above 1, ours is faster. {run['threads']} threads of {record['cpu']}, torch {record['torch']}, "
+        f"{record['date']}.",
+    )
+    left, top, width, height = LEFT + 90.0, 62.0, WIDTH - 110.0, 24.0
+    drawn.text(10, 20, "Attention on a CPU: the other library's time divided by ours (above 1, ours is faster)", "head")
+    drawn.legend(left, 40, [(kind, titles[peer]) for kind, peer in peers.items()])
+    powers = [math.log2(case["ratios"][peer]) for case in cases for peer in peers.values() if peer in case["ratios"]]
+    least, most = math.floor(min(0.0, *powers)), math.ceil(2 * max(powers)) / 2
+    unit, bottom = width / (most - least), top + height * len(cases)
+    for power in range(least, math.floor(most) + 1):
+        x = left + (power - least) * unit
+        drawn.line(x, top - 6, x, bottom, "dotted" if power else "line")
+        drawn.text(x, bottom + 14, f"{2.0**power:g}x", "small quiet", "middle")
+    for row, case in enumerate(cases):
+        y = top + row * height
+        drawn.text(left - 10, y + 12, case["what"].removeprefix("skew: "), "small", "end")
+        drawn.boxes("faint", [(left, y + 7.5, width, 1)])
+        for kind, peer in peers.items():
+            if ratio := case["ratios"].get(peer):
+                drawn.boxes(kind, [(left + (math.log2(ratio) - least) * unit - 2.5, y, 5, 16)])
+    drawn.text(left, bottom + 32, f"{run['threads']} threads of {record['cpu']}, {record['date']}", "small quiet")
+    return drawn
+
+
 def growth() -> drawing.Drawing:
     """What a key takes in batches of all sizes, measured, and how evenly programs fill more threads, planned."""
     found = json.loads((DOCS.parent / "benchmarks" / "results" / "growth_cpu.json").read_text())
@@ -633,11 +669,12 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "roofline": roofline,
     "seesaw": seesaw,
     "cpu": cpu,
+    "speed": speed,
     "growth": growth,
     "scaling": scaling,
 }
 # These are also there in light and in dark colours alone, for `<picture>`: a page may have a switch of its own.
-IN_PAIRS = ("pages", "cpu", "growth", "scaling")
+IN_PAIRS = ("pages", "cpu", "speed", "growth", "scaling")
 
 
 def files() -> dict[str, Callable[[], str]]:
