@@ -43,7 +43,7 @@ def batch() -> tuple[Any, ...]:
 
 @pytest.fixture
 def tokens() -> tuple[Any, ...]:
-    """Arguments of a write: k, v, pages and slots, of which some are to be skipped."""
+    """Arguments of a write: k, v, pages and slots. Some of the slots make the write skip a token."""
     rng = np.random.default_rng(8)
     k, v = rng.standard_normal((2, 6, NUM_KV_HEADS, HEAD_DIM), np.float32)
     kv_pages = rng.standard_normal((NUM_PAGES, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), np.float32)
@@ -130,7 +130,7 @@ def test_vmap_over_the_number_of_sequences(batch):
 
 @pytest.mark.parametrize("axes", [(0, 0), (None, 0), (0, None)])
 def test_vmap_over_ranges_of_keys(batch, axes):
-    """Also of rows of padding, whose ranges nobody reads."""
+    """`jax.vmap` works over `key_ranges`, also with padding rows, whose ranges are never read."""
     masks = jnp.asarray(np.random.default_rng(3).integers(-3, 30, (2, len(batch[0]), 3, 2)), jnp.int32)
     q = jnp.stack([batch[0], -batch[0]])
     given = [array if axis == 0 else array[0] for array, axis in zip((masks, q), axes, strict=True)]
@@ -223,7 +223,7 @@ def test_a_donated_cache_is_written_in_place(tokens, dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", *QUANTIZED])
 def test_attention_keeps_no_second_cache(dtype):
-    """Beyond its arguments a call holds a block of keys and values, not what the sequences have in the cache."""
+    """Apart from its arguments, a call holds one block of keys and values in memory, not a copy of the cache."""
     q = jnp.zeros(
         (4, 4, HEAD_DIM), "float32" if dtype == "float32" else "float16" if dtype == "float16" else "bfloat16"
     )
@@ -236,7 +236,7 @@ def test_attention_keeps_no_second_cache(dtype):
 
 
 def cache_of(form: KvFormat, pages: int, page_size: int, width: int) -> tuple[jax.Array, jax.Array]:
-    """Combined pages of two KV heads, and scale pages for either side."""
+    """Zeroed combined pages of two KV heads, and the scale pages that serve for both K and V."""
     shape = (pages, page_size, 4, width // form.columns_per_element)
     scales = jnp.zeros((pages, page_size, 2, form.scales_of_row(width)), form.scales)
     return jnp.zeros(shape, element_of(form)), scales
@@ -264,7 +264,7 @@ def test_a_cache_with_scale_pages_is_neither_copied_nor_decoded_as_a_whole(form)
 
 
 def test_the_result_is_updated_in_place():
-    """A tile of a long prefill writes its own rows only; bfloat16 results must not be converted back and forth."""
+    """Each tile of a long prefill writes its own rows only. The whole bfloat16 result is never converted to float32."""
     q, pages = jnp.zeros((4096, 8, 64), jnp.bfloat16), jnp.zeros((16, 16, 4, 64), jnp.bfloat16)
     lens, table, edges = jnp.array([256]), jnp.arange(16, dtype=jnp.int32)[None], jnp.array([0, 4096])
     attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
@@ -275,7 +275,7 @@ def test_the_result_is_updated_in_place():
 @pytest.mark.parametrize("scale", [0.3, "array"])
 @pytest.mark.parametrize("dtype", ["float32", *QUANTIZED])
 def test_written_bytes_are_those_of_the_definition(tokens, dtype, scale):
-    """A constant divisor must not become a product with its reciprocal, nor a NaN lose its sign."""
+    """XLA must not replace division by a constant with multiplication by its reciprocal. NaN must keep its sign."""
     k, v, _, slots = tokens
     k = k.at[0, 0, :4].set(jnp.array([np.nan, np.inf, -np.inf, -0.0]))
     k = k.at[0, 1].multiply(jnp.logspace(-6, 3, HEAD_DIM))
@@ -325,7 +325,7 @@ def test_wishes_are_read_when_a_function_is_traced(batch):
     with ra.use_backend("reference"):
         traced = jax.jit(attend).trace(batch[0])
     assert "while" not in str(traced.jaxpr)
-    assert "while" in str(jax.jit(lambda q: attend(q)).trace(batch[0]).jaxpr)  # xla's loop over tiles
+    assert "while" in str(jax.jit(lambda q: attend(q)).trace(batch[0]).jaxpr)  # the xla backend loops over tiles
 
 
 def test_a_named_backend_of_the_other_framework_is_refused(batch):

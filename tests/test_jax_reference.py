@@ -1,4 +1,4 @@
-"""Another project's definition of the same operation: JAX's reference for its TPU kernel, on batches both take."""
+"""The results equal those of the reference function for JAX's own TPU kernel, on batches that both support."""
 
 import importlib
 from typing import Any
@@ -14,7 +14,7 @@ HEAD_DIM, NUM_PAGES, PAGES_PER_SEQ = 128, 64, 6
 
 
 def shared_batch(seed: int) -> tuple[tuple[Any, ...], dict[str, Any], int]:
-    """Arguments that both functions take by position, options that both know, and the number of live rows."""
+    """Positional arguments and options that both functions take, and the number of live rows."""
     random = np.random.default_rng(seed)
     max_num_seqs, page_size = int(random.integers(1, 5)), int(random.choice([4, 16]))
     num_seqs, num_kv_heads = int(random.integers(1, max_num_seqs + 1)), int(random.choice([1, 2, 4]))

@@ -1,7 +1,7 @@
-"""The recipes around kernels of other projects, with stand-ins for the kernels of packages that need not be installed.
+"""The recipes that call other projects' kernels, with stand-ins for kernels whose packages need not be installed.
 
-A stand-in takes the arguments that its kernel takes, and computes by this project, so the suite finds what a recipe
-passes wrongly.
+A stand-in takes the arguments of the kernel that it replaces and computes the result with this project. Any failure of
+the suite is therefore an argument that the recipe passes wrongly.
 """
 
 import math
@@ -18,13 +18,13 @@ torch = pytest.importorskip("torch")
 
 
 def judged(recipe: Recipe, only: str) -> None:
-    examples = 25 if "drawn" in only or "given" in only else 1  # what a kernel takes is learnt from several batches
+    examples = 25 if "drawn" in only or "given" in only else 1  # learning what a kernel takes needs several batches
     report = judge(recipe.kernel, recipe.operation, **{**recipe.limits, "only": only, "examples": examples})
     report.check()
 
 
 def module(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
-    """A module to import, and the packages that it is in."""
+    """Make a module of these functions importable, along with the packages that contain it."""
     words = name.split(".")
     for count in range(1, len(words) + 1):
         package = types.ModuleType(".".join(words[:count]))
@@ -352,7 +352,7 @@ def test_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
         more = (inputs["kv_lens"], inputs["page_indices"], inputs["cu_q_lens"])
         return {"kernel": lambda: ragged_paged_attention(inputs["q"], kv_pages, *more, backend="eager")}
 
-    limits = {**of_cpus.PAGED, "page_sizes": None}  # no named batch has pages of 32
+    limits = {**of_cpus.PAGED, "page_sizes": None}  # no named batch has a page size of 32
     judged(Recipe("torch", of_cpus.function(kernel), "ragged_paged_attention", limits), "attention, chunks")
 
 

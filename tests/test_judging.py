@@ -1,4 +1,4 @@
-"""`judge` passes right plain functions and commands, and says which batch shows a fault of wrong ones."""
+"""`judge` passes correct functions and commands, and reports a batch that exposes the fault of a wrong one."""
 
 import subprocess
 import sys
@@ -95,7 +95,7 @@ def test_a_command_without_features_is_not_given_new_keys(tmp_path: Path) -> Non
 
 
 def test_the_smallest_batch_is_that_of_the_arrays() -> None:
-    """Kernels for the widths of real models alone are judged by batches of these."""
+    """A kernel that only takes the widths of real models is judged on batches of those widths."""
 
     def wrong(q, kv_cache, page_indices, kv_lens, d_v, sm_scale=None):
         assert q.shape[3] in (512, 576)
@@ -173,7 +173,7 @@ def test_jax() -> None:
         seen = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, None]
         weights = jnp.where(seen, jnp.exp(logits - jnp.where(seen, logits, -1e30).max(-1, keepdims=True)), 0)
         weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), 1e-30)
-        v = jnp.where(seen[None, :, 0, 0, :, None], v, 0)  # what no query sees may be NaN
+        v = jnp.where(seen[None, :, 0, 0, :, None], v, 0)  # values that no query sees may be NaN
         return jnp.einsum("skgn,ksnd->skgd", weights, v).reshape(q.shape).astype(q.dtype)
 
     limits: dict[str, Any] = {"declines": ("invalid indices",), "only": "corner: paged decode, i"}
@@ -329,7 +329,7 @@ def test_drawn_batches_reach_many_pages_of_one_size() -> None:
 
 
 def test_a_causal_kernel_that_takes_nothing_empty_is_judged_by_as_many_batches_as_another() -> None:
-    """Of few drawn batches most are empty, so others are drawn to find out what the kernel takes."""
+    """Most of the first drawn batches have empty sequences, so more are drawn to learn what the kernel takes."""
 
     def causal_only(operation: str, call: Any) -> bool:
         return not call.causal
@@ -352,8 +352,8 @@ def test_a_causal_kernel_that_takes_nothing_empty_is_judged_by_as_many_batches_a
     report = judge(causal, "varlen_attention", examples=5, only="agreement: packed", **limits)
     report.check()
     taken = {verdict.check.removeprefix("agreement: "): verdict.taken for verdict in report.verdicts}
-    asked = "packed, max_logits on drawn batches"  # for what the function does not have
-    assert taken == {"packed on drawn batches": 5, "packed without lse": 1, asked: 0}
+    unsupported = "packed, max_logits on drawn batches"  # the function returns no max_logits
+    assert taken == {"packed on drawn batches": 5, "packed without lse": 1, unsupported: 0}
 
 
 def test_values_of_another_size_than_keys_may_be_declined() -> None:
@@ -381,7 +381,7 @@ def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
 
 
 def test_a_decode_of_dense_latents_is_judged_by_drawn_batches() -> None:
-    """Whether lists have invalid entries is a matter of values, and must not hide that they are not taken at all."""
+    """A function without lists is judged on drawn batches, although declining invalid entries depends on values."""
 
     def dense(q, kv_cache, page_indices, kv_lens, d_v=512, sm_scale=None, causal=False):
         given = {"page_indices": page_indices, "kv_lens": kv_lens, "d_v": d_v, "sm_scale": sm_scale, "causal": causal}
@@ -450,7 +450,7 @@ def test_memory_and_batch_invariance_are_judged_when_asked_for() -> None:
     assert "memory" in judge(decode, only="memory").left_out
 
     report = judge_decode(decode, only="batch invariant, heads", batch_invariant=True)
-    assert not report.verdicts  # an operation that was not given
+    assert not report.verdicts  # the operation was not passed to `judge`
 
 
 def test_a_recipe_for_a_kernel_of_others_runs() -> None:

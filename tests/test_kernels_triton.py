@@ -1,4 +1,4 @@
-"""What is particular to the Triton room: its tiles' limits, and weights of few keys in a table made for many."""
+"""Properties of the Triton kernels: limits of tiles, splits, decoding of caches, and weights of rows with few keys."""
 
 import dataclasses
 import importlib
@@ -134,23 +134,26 @@ V4_PREFILL = {"q": FakeArray((4096, 64, 512), "bfloat16"), "kv": FakeArray((512,
         ({}, True),
         (V4_PREFILL, True),
         ({"device": device_of("jax", "sm_90")}, True),
-        ({"device": device_of("torch", "sm_80")}, False),  # where it was not found to be faster
-        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # nor with these heads
+        ({"device": device_of("torch", "sm_80")}, False),  # decoding first was not measured to be faster there
+        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # nor with 16 heads
         ({"q": FakeArray((4096, 128, 576), "float16")}, False),
         ({"kv": FakeArray((512, 64, 1, 576), "bfloat16")}, False),  # nothing to decode
         ({"d_v": 576}, False),
-        ({"kv": FakeArray((8192, 64, 1, 656), "uint8")}, True),  # each slot 16 times
+        ({"kv": FakeArray((8192, 64, 1, 656), "uint8")}, True),  # each slot is listed 16 times on average
         ({"kv": FakeArray((8193, 64, 1, 656), "uint8")}, False),
         ({"indices": FakeArray((4096, 1, 16384), "int32"), "kv": FakeArray((14168, 64, 1, 656), "uint8")}, True),
         ({"indices": FakeArray((4096, 1, 16384), "int32"), "kv": FakeArray((14170, 64, 1, 656), "uint8")}, False),
-        ({"indices": FakeArray((4096, 1, 31), "int32"), "kv": FakeArray((2, 64, 1, 656), "uint8")}, False),  # too few
+        (
+            {"indices": FakeArray((4096, 1, 31), "int32"), "kv": FakeArray((2, 64, 1, 656), "uint8")},
+            False,
+        ),  # too few entries
     ],
 )
 def test_a_cache_is_decoded_first_where_its_rows_are_listed_often(changed: dict[str, Any], want: bool) -> None:
     module = importlib.import_module("ragged_attention.kernels_triton.sparse_mla_prefill")
     call = dataclasses.replace(PREFILL, **changed)
     assert module.heuristic(call).decoded == want
-    assert not module.invariant_tile(call).decoded  # for it depends on how many queries there are
+    assert not module.invariant_tile(call).decoded  # it would depend on the number of queries
 
 
 def test_a_plain_cache_is_not_decoded() -> None:
@@ -160,11 +163,11 @@ def test_a_plain_cache_is_not_decoded() -> None:
         )
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of NaN in the interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy warns of NaN in the interpreter
 @pytest.mark.parametrize("scale", [1.0, 2.0**100, 1e-30, float("nan"), float("inf")])
 @pytest.mark.parametrize("listed", [True, False])
 def test_decoded_rows_of_every_code(listed: bool, scale: float) -> None:
-    """Codes that are NaN and scales of any size reach the queries that list their rows, and no others."""
+    """NaN codes and scales of any size affect the queries that list their rows, and no other queries."""
     rng = np.random.default_rng(0)
     cache = rng.integers(0, 256, (4, 5, 1, 656), np.uint8)
     cache[..., 528:] = 0
@@ -176,7 +179,7 @@ def test_decoded_rows_of_every_code(listed: bool, scale: float) -> None:
     run = importlib.import_module("ragged_attention.torch").sparse_mla_prefill
     got = run(**taken, backend="triton", options={"decoded": True})
     want = sparse_mla_prefill(**arguments)
-    for index, name in ((0, "out"), (2, "lse")):  # of NaN, the largest logit takes no notice
+    for index, name in ((0, "out"), (2, "lse")):  # the largest logit ignores NaN
         agrees(got[index].numpy(), want[index], f"prefill {name}", name)
     assert all(np.isfinite(result[1].numpy()).all() for result in got)
     assert np.isfinite(got[0][0].numpy()).all() != listed
@@ -206,7 +209,7 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
 def test_latents_have_fewer_rows_if_the_loop_looks_at_ranges(
     heads: int, ranges: int | None, cache_format: str, rows: int
 ) -> None:
-    """Otherwise they would spill, which a compilation for each GPU shows; see docs/compile_matrix.md."""
+    """With more rows the accumulators would spill, as compilation for each GPU shows; see docs/compile_matrix.md."""
     sample = LatentSample(
         num_q_heads=heads,
         topk=0,
@@ -229,8 +232,8 @@ LATENTS, COMBINE = "ragged_latent_kernel", "combine_kernel"
     [
         (128, 32, 1, 4096, [LATENTS, COMBINE]),
         (16, 32, 1, 4096, [LATENTS, COMBINE]),
-        (16, 32, 1, 64, [LATENTS]),  # of too few keys to divide
-        (128, 4096, None, 4096, [LATENTS, COMBINE]),  # tiles of prompts and of single tokens are the same
+        (16, 32, 1, 64, [LATENTS]),  # too few keys for splits
+        (128, 4096, None, 4096, [LATENTS, COMBINE]),  # prompts and single tokens use the same tile
         (4, 4096, None, 4096, [LATENTS, LATENTS, COMBINE]),
     ],
 )
@@ -246,15 +249,15 @@ def test_what_ragged_latents_launch(
 UNEVEN = ((1, 3), (2, 90), (1, 0), (30, 40), (0, 9), (1, 130), (3, 17), (1, 1), (70, 70))
 
 
-@pytest.mark.parametrize("limit", [None, "1"])  # the latter is wrong
+@pytest.mark.parametrize("limit", [None, "1"])  # "1" is a wrong bound on the query lengths
 @pytest.mark.parametrize(
     "options",
     [
         {"num_splits": 1},
-        {"num_splits": 2},  # so that few of the sequences have several parts
-        {"num_splits": 9, "split_rows": 20, "block_h": 32},  # whose two kinds of programs have tiles of their own
-        {"num_splits": 9, "split_rows": 20, "split_block_h": 32, "block_h": 32},  # and one launch
-        {"num_splits": 3, "split_rows": 1000},  # all are short
+        {"num_splits": 2},  # few sequences have more than one split
+        {"num_splits": 9, "split_rows": 20, "block_h": 32},  # long and short sequences use different tiles
+        {"num_splits": 9, "split_rows": 20, "split_block_h": 32, "block_h": 32},  # one tile and one launch for both
+        {"num_splits": 3, "split_rows": 1000},  # all sequences are short
         {"num_splits": 3, "invariant": True},
     ],
     ids=str,
@@ -272,7 +275,7 @@ MANY = tuple((1, 40 + 9 * number) for number in range(12))
 def test_splits_of_more_sequences_than_a_program_sums_over(
     latent: bool, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches with more than 4096 sequences are simulated by a lower limit. Splits are then given up."""
+    """Batches with more sequences than a program sums over get no splits. A lower limit stands in for the real 4096."""
     operation = "ragged_mla_attention" if latent else "ragged_paged_attention"
     for module in (_splits, dispatch.load(operation, "triton")):
         monkeypatch.setattr(module, "SEQUENCES", (4, 8))
@@ -317,20 +320,23 @@ HUGE = 2**31 - 2**16  # the most keys that a sequence can have
 @pytest.mark.parametrize(
     ("lens", "num_splits", "each", "counts"),
     [
-        ([1000] * 8, 8, 16, [1] * 8),  # as many parts as asked for
-        ([1000] * 8, 1000, 4, [4] * 8),  # none of fewer than 256 keys
-        ([1000] * 7 + [10**6], 8, 1968, [1] * 7 + [8]),  # by their real lengths
-        ([0, 1, 64, 65], 4, 4, [1] * 4),  # what has no keys has a program too
+        ([1000] * 8, 8, 16, [1] * 8),  # as many splits as requested
+        ([1000] * 8, 1000, 4, [4] * 8),  # no split has fewer than 256 keys
+        ([1000] * 7 + [10**6], 8, 1968, [1] * 7 + [8]),  # splits follow the actual lengths
+        ([0, 1, 64, 65], 4, 4, [1] * 4),  # a sequence without keys has a program too
         ([HUGE] * 2, 4, HUGE // 64 // 2, [2] * 2),
-        ([HUGE] * 64, 2, (2**31 - 1) // 64, [1] * 64),  # no number of 32 bits overflows
+        ([HUGE] * 64, 2, (2**31 - 1) // 64, [1] * 64),  # no 32-bit integer overflows
         ([HUGE, 5], 132, -(-(HUGE // 64 + 1) // 132), [132, 1]),
     ],
 )
 def test_keys_are_divided_by_the_lengths_of_all(
     lens: list[int], num_splits: int, each: int, counts: list[int], alone: bool
 ) -> None:
-    """Of one query each, but for a prompt behind them and a sequence that is not live. The latter has no parts, the
-    prompt one where there is no tile kernel that would take it."""
+    """Keys are split by the lengths of all sequences, which have one query each.
+
+    A prompt and a sequence that is not live follow them. The latter has no split. The prompt has one split if there is
+    no tile kernel that would take it.
+    """
     count = len(lens) + 2
     edges = torch.tensor([*range(len(lens) + 1), len(lens) + 5, len(lens) + 6]).int()
     kv_lens, found, size = torch.tensor([*lens, 1000, 1000]).int(), torch.empty(128).int(), torch.empty(1).int()
@@ -348,7 +354,7 @@ def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:
     random = torch.Generator().manual_seed(3)
     q = torch.randn(64, 8, 64, generator=random).bfloat16()
     kv_pages = torch.randn(16, 16, 4, 64, generator=random).bfloat16()
-    page_indices = torch.arange(16, dtype=torch.int32).repeat(1, 16)  # room for 4096 keys, of which 160 are there
+    page_indices = torch.arange(16, dtype=torch.int32).repeat(1, 16)  # a table for 4096 keys, of which 160 exist
     tables = (torch.tensor([160]).int(), page_indices, torch.tensor([0, 64]).int())
     got: Any = rt.ragged_paged_attention(q, kv_pages, *tables, sm_scale=1.0, backend="triton")
     values = [tensor.double().numpy() for tensor in (q, kv_pages)]
@@ -357,7 +363,7 @@ def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:
 
 
 def test_few_keys_between_a_window_and_drafts_are_exact_enough() -> None:
-    """The last of 96 drafts sees the 64 keys that its window of 160 leaves of those before the drafts, and itself."""
+    """The last of 96 drafts sees itself and, of the keys before the drafts, only the 64 in its window of 160."""
     import ragged_attention.torch as rt
 
     generator = torch.Generator().manual_seed(0)
@@ -368,12 +374,12 @@ def test_few_keys_between_a_window_and_drafts_are_exact_enough() -> None:
     options: dict[str, Any] = {"draft_mask": torch.eye(96) > 0, "sliding_window": 160, "out_dtype": torch.float32}
     got = rt.ragged_paged_attention(*arguments, **options, backend="triton", options={"split_weights_below": 128})
     want = rt.ragged_paged_attention(*arguments, **options, backend="reference")
-    assert (got - want)[64:].abs().max() < 1e-5  # 5e-4 with weights of one term
+    assert (got - want)[64:].abs().max() < 1e-5  # 5e-4 if weights were one bfloat16 term
 
 
 @pytest.mark.parametrize(("smallest", "largest", "reach"), [(-20, -2, 1.0), (-3, 20, 1e-3), (-40, 3, 30.0)])
 def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float) -> None:
-    """A key of a small scale that is seen beside one of a large scale that is not keeps its digits."""
+    """A visible key with a small scale keeps its precision beside an invisible key with a large scale."""
     import ragged_attention.torch as rt
 
     random = torch.Generator().manual_seed(1)
@@ -393,7 +399,7 @@ def test_scales_far_apart_are_honoured(smallest: int, largest: int, reach: float
 
 @pytest.mark.parametrize("name", ["int4_token_head", "nvfp4"])
 def test_rows_of_4_bit_codes_may_begin_at_odd_addresses(name: str) -> None:
-    """They are read two bytes at a time. A write copies nothing, and changes only rows."""
+    """Attention reads such rows two bytes at a time. A write copies no pages and changes only the rows."""
     spec = Spec(lens=((1, 9), (3, 7)), stored=(name, name), combined=False, num_kv_heads=2)
     batch, tables = spec.build(), ("kv_lens", "page_indices", "cu_q_lens")
     scales = [torch.from_numpy(array) for array in (batch.k_scale_pages, batch.v_scale_pages)]
@@ -418,7 +424,7 @@ def test_rows_of_4_bit_codes_may_begin_at_odd_addresses(name: str) -> None:
 
 @pytest.mark.parametrize("cache_layout", ["token", "page"])
 def test_a_row_of_the_table_of_formats_is_all_that_a_new_format_needs(cache_layout: str, monkeypatch: Any) -> None:
-    """4-bit codes beside rotary columns, which no format has."""
+    """A new format works without new code: here 4-bit codes beside rotary columns, which no built-in format has."""
     import ragged_attention.torch as rt
 
     form = CacheFormat(
@@ -446,7 +452,7 @@ def test_a_row_of_the_table_of_formats_is_all_that_a_new_format_needs(cache_layo
 @pytest.mark.parametrize("options", [{"num_splits": 7, "block": 64}, {"num_splits": 1, "block": 256}])
 @pytest.mark.parametrize("kind", ["few values", "outliers", "nothing", "close"])
 def test_a_row_may_be_chosen_from_in_parts(kind: str, options: dict[str, int]) -> None:
-    """Whatever the parts, and whether one pass or several are needed to find the smallest that is chosen."""
+    """Top-k is exact for any number of splits of a row, and if finding the smallest winner takes several passes."""
     import ragged_attention.torch as rt
 
     random = torch.Generator().manual_seed(2)
@@ -465,7 +471,7 @@ def test_a_row_may_be_chosen_from_in_parts(kind: str, options: dict[str, int]) -
 
 
 def index_call(num_tokens: int, *, packed: bool) -> dict[str, Any]:
-    """Exact logits of two sequences, some of whose keys are candidates."""
+    """A call whose logits are exact in float32, with packed keys or with the pages of two sequences."""
     random = np.random.default_rng(3)
 
     def integers(*shape: int) -> Any:
@@ -498,7 +504,7 @@ def test_both_ways_to_the_logits_are_the_definition(walk: bool, packed: bool) ->
 @pytest.mark.parametrize("walk", [False, True], ids=["over tokens", "over keys"])
 @pytest.mark.parametrize("listed", [False, True], ids=["all", "candidates"])
 def test_logits_may_be_made_in_chunks(walk: bool, packed: bool, listed: bool) -> None:
-    """A chunk finds nothing of what the one before it left in memory."""
+    """A chunk's results do not depend on what the previous chunk left in memory."""
     import ragged_attention.torch as rt
 
     call: dict[str, Any] = index_call(13, packed=packed) | {"top_k": 7}
@@ -524,7 +530,7 @@ def test_candidates_beyond_counting_are_declined() -> None:
 
 
 def test_threads_may_launch_at_the_same_time() -> None:
-    """The interpreter is not made for that; without a lock the launches of one thread break those of another."""
+    """The interpreter is not thread-safe. Without a lock, the launches of one thread break those of another."""
     front = importlib.import_module("ragged_attention.torch")
     outs, lses = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2)
 

@@ -1,4 +1,4 @@
-"""What is particular to the Triton kernels of attention without a cache: parts of a head, far strides, small blocks."""
+"""Properties of the Triton kernels for attention without a cache: head widths, far strides, small blocks."""
 
 import itertools
 from typing import Any
@@ -65,7 +65,7 @@ def test_blocks_fit_the_shared_memory(arch: str, dtype: str, widths: tuple[int, 
 
 
 SMALL: dict[str, Any] = {"block_q": 16, "block_kv": 16}
-# Lengths with whole blocks, with blocks that are masked at either end, with rows that see nothing, and with neither.
+# Lengths with whole blocks, with blocks masked at either end, with rows that see no key, and without queries.
 LENGTHS = ((5, 0, 34, 2), (2, 3, 37, 18))
 
 
@@ -92,7 +92,7 @@ def test_small_blocks_give_what_the_definition_says(
 ) -> None:
     import ragged_attention.torch as rt
 
-    monkeypatch.setattr(_bias_gradient, "PROGRAMS", 4)  # so that a program has several blocks
+    monkeypatch.setattr(_bias_gradient, "PROGRAMS", 4)  # each program then has several blocks
     generator = np.random.default_rng(3)
     edges = [np.concatenate([[0], np.cumsum(lens)]).astype(np.int32) for lens in LENGTHS]
     tokens, keys = edges[0][-1] + 2, edges[1][-1] + 3

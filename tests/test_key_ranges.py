@@ -1,4 +1,4 @@
-"""The helpers that make `key_ranges`, against masks written out one key at a time, from NumPy, torch and jax."""
+"""The helpers that make `key_ranges` in NumPy, torch and jax agree with masks evaluated one key at a time."""
 
 import dataclasses
 import functools
@@ -14,13 +14,13 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention, visible
 
 Mask = NDArray[np.bool_]
-Sees = Callable[[int, int, int, int], bool]  # a sequence's number, a query's position, a key, the number of keys
+Sees = Callable[[int, int, int, int], bool]  # (sequence, query position, key position, kv_len) -> visible
 LARGEST = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Sequences of (q_len, kv_len), then rows of padding; entries behind the live sequences are garbage."""
+    """Sequences as (q_len, kv_len), then padding rows. Table entries after the live sequences are garbage."""
 
     lens: tuple[tuple[int, int], ...]
     padding: int = 0
@@ -42,7 +42,7 @@ class Batch:
         }
 
     def masks(self, sees: Sees) -> list[Mask]:
-        """Whether each query of a sequence sees each of its keys, [q_len, kv_len]."""
+        """The mask of each sequence, [q_len, kv_len]: whether a query sees a key."""
         masks = []
         for seq, (q_len, kv_len) in enumerate(self.lens):
             first = kv_len - q_len
@@ -88,7 +88,7 @@ def causal(seq: int, position: int, key: int, kv_len: int) -> bool:
 
 
 def spans_of(batch: Batch) -> NDArray[np.int32]:
-    """Of each sequence spans that overlap, lie within each other, are empty, negative, or beyond its keys."""
+    """Spans [sequences, 3, 2], some of which overlap, are nested, empty or negative, or lie beyond the keys."""
     count = len(batch.lens) + batch.spare
     spans = np.random.default_rng(count).integers(-2, 16, (count, 3, 2), np.int32)
     spans[::2] = np.sort(spans[::2], axis=-1)
@@ -108,7 +108,7 @@ def in_window(position: int, key: int, window: int | None) -> bool:
 
 
 def cases(batch: Batch) -> dict[str, tuple[Callable[..., Any], dict[str, Any], Sees]]:
-    """Helpers, their arguments, and which keys a query sees."""
+    """Helpers by name, with their arguments and the predicate of visible keys."""
     spans, prefixes, flags = spans_of(batch), prefixes_of(batch), flags_of(batch)
 
     def in_span(seq: int, position: int, key: int) -> bool:
@@ -183,7 +183,7 @@ def test_a_number_of_sequences_ends_the_batch() -> None:
 
 
 def test_positions_near_the_largest_integer() -> None:
-    """No sum wraps: the last position there is, and queries before the first key."""
+    """No sum overflows int32, at the largest possible position and for queries before the first key."""
     tables: Any = {
         "cu_q_lens": np.array([0, 2, 5], np.int32), "kv_lens": np.array([LARGEST, 1], np.int32), "num_tokens": 5,
     }  # fmt: skip
@@ -233,7 +233,7 @@ def test_torch_gives_what_numpy_gives(name: str, number: int) -> None:
     assert found.dtype == torch.int32
     np.testing.assert_array_equal(found.numpy(), helper(**given))
     elsewhere = helper(**{key: as_torch(value, "meta") for key, value in given.items()})
-    assert (elsewhere.device.type, elsewhere.shape) == ("meta", found.shape)  # and so nothing was read
+    assert (elsewhere.device.type, elsewhere.shape) == ("meta", found.shape)  # so no value was read
 
 
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)
@@ -264,7 +264,7 @@ def random_tree(rng: np.random.Generator, count: int, branching: float) -> NDArr
 
 
 def ancestors_of(parents: NDArray[np.int32]) -> Mask:
-    """Whether each token sees each: itself, its parent, and so on up to a root."""
+    """The mask [tokens, tokens] of a tree: a token sees itself, its parent, and so on up to a root."""
     seen = np.zeros((len(parents), len(parents)), bool)
     for token in range(len(parents)):
         at = token
@@ -278,7 +278,7 @@ def runs_of(row: Mask) -> int:
 
 
 def masked_by(ranges: Any) -> Mask:
-    """Whether each of the tokens of one sequence sees each by its ranges."""
+    """The mask [tokens, tokens] that the ranges of one sequence give."""
     count = len(ranges)
     return visible(count, count, np.ones(count, bool), False, None, ranges=np.asarray(ranges))
 
@@ -299,7 +299,7 @@ def test_trees_see_their_ancestors(seed: int) -> None:
 
 
 def test_rollouts_packed_depth_first_need_few_ranges() -> None:
-    """Two prompts; of the first three answers, of which the last two share a beginning."""
+    """Few ranges suffice for two prompts, if the first has three answers and the last two of these share a prefix."""
     parents = [-1, 0, 1, 2, 3, 4, 3, 6, 7, 7, 9, -1, 11]
     ranges = made.tree_ranges(np.array(parents, np.int32))
     assert ranges.shape == (13, 3, 2)
@@ -341,7 +341,7 @@ def test_parents_come_before(parents: list[int], said: str) -> None:
         made.tree_ranges(np.array(parents, np.int32))
 
 
-# ---- conventions of others
+# ---- other projects' conventions
 
 
 @pytest.mark.parametrize("convert", [np.asarray, as_torch, as_jax])
@@ -349,7 +349,7 @@ def test_parents_come_before(parents: list[int], said: str) -> None:
 def test_spans_of_vllm_are_inclusive(convert: Any, dtype: Any) -> None:
     given = np.array([[[2, 5], [7, 7], [0, 0]], [[3, 1], [0, 1], [9, LARGEST]]], dtype)
     if dtype == np.int64 and convert is as_jax:
-        return  # jax has no such integers
+        return  # jax has no int64 by default
     expected = [[[2, 6], [0, 0], [0, 0]], [[0, 0], [0, 2], [9, LARGEST]]]
     found = np.asarray(made.spans_from_vllm(convert(given)))
     assert found.dtype == np.int32
@@ -366,7 +366,7 @@ def test_ranges_of_flashinfer_are_inclusive(convert: Any) -> None:
 
 
 def test_images_as_vllm_has_them() -> None:
-    """Its rule: causal and in the window, or both in one span."""
+    """vLLM's rule for images holds: a key is visible if causal and in the window, or if both lie in one span."""
     batch = Batch(((12, 12), (3, 9)))
     theirs = np.array([[[2, 5], [8, 8]], [[5, 7], [0, 0]]], np.int32)
 
@@ -380,7 +380,7 @@ def test_images_as_vllm_has_them() -> None:
     batch.expect(made.span_ranges(**batch.tables, spans=spans, sliding_window=3), sees)
 
 
-# ---- what is refused
+# ---- invalid arguments
 
 TABLES = BATCHES["padding"].tables
 SPANS = np.zeros((1, 2, 2), np.int32)
@@ -448,7 +448,7 @@ def test_what_conversions_refuse(helper: Any, array: Any, said: str) -> None:
     assert str(raised.value) == said
 
 
-# ---- what attention makes of them
+# ---- attention with the ranges
 
 
 def paged(batch: Batch) -> dict[str, Any]:
@@ -468,7 +468,7 @@ def paged(batch: Batch) -> dict[str, Any]:
 
 
 def dense(given: dict[str, Any], batch: Batch, sees: Sees) -> tuple[Any, Any]:
-    """Attention by the masks alone, one row and head at a time."""
+    """Out and lse by the masks alone, computed one row and head at a time."""
     q, pages = given["q"].astype(np.float64), given["kv_pages"].astype(np.float64)
     out, lse, row = np.zeros(q.shape), np.full(q.shape[:2], -np.inf), 0
     for seq, mask in enumerate(batch.masks(sees)):

@@ -1,8 +1,8 @@
-"""What a call costs less: recordings of what a backend launches, and kernels enqueued as they were compiled.
+"""Cheaper repeated calls: recordings of a backend's launches, and compiled kernels enqueued without Triton's launcher.
 
-Whatever a replay enqueues has to be what Triton itself would launch for the very call. That is judged in a process of
-its own, where Triton compiles instead of interpreting and a stand-in takes the place of its driver, by noting what
-both ways launch. There this file is a script, which runs its functions `check_...`.
+A replay must enqueue exactly what Triton itself would launch for the same call. The `check_...` functions test this by
+recording and comparing the launches of both ways. They run in a separate process, for which this file is the script:
+there Triton compiles instead of interpreting, and a stand-in replaces its driver.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ EXAMPLES = 300
 
 
 class OutOfResources(Exception):
-    """As Triton's."""
+    """A stand-in for Triton's exception of this name."""
 
 
 class Needy:
-    """A kernel that no device has room for."""
+    """A kernel that needs more shared memory than any device has."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         del grid
@@ -64,7 +64,7 @@ def test_options_that_the_device_has_no_room_for_are_invalid() -> None:
         _launcher.LAUNCHER(Needy(), (1,), [torch.ones(3)], [((3,), "float32")])
 
 
-# ---- an operation of which every argument matters to its kernel
+# ---- an operation whose arguments all affect its kernel
 
 
 @triton.jit
@@ -73,10 +73,10 @@ def toy_kernel(a_ptr, b_ptr, c_ptr, d_ptr, n, step, factor, FLAG: tl.constexpr, 
 
 
 class Anything(Kind):
-    """Whatever a kernel may be given."""
+    """A kind that accepts every value."""
 
     def check(self, name: str, value: Any, call: Any, sizes: Any) -> None:
-        """All will do."""
+        """Accept the value."""
 
 
 @record
@@ -99,7 +99,7 @@ class Toy(Call):
 
 
 def run_toy(call: Any, tile: Any, launch: Any) -> Any:
-    """Two launches: the second reads what the first leaves in memory that nobody else sees, and writes its result."""
+    """Launch two kernels: the second reads intermediate memory that the first wrote, and writes the result."""
     x, y = launch.packed(call.x), launch.packed(call.y)
     numbers = {"n": call.n, "step": launch.strides(x)[0], "factor": call.factor, "num_warps": call.warps}
     outputs = [((3, call.n % 7), "float32"), (call.x.shape, call.x.dtype)]
@@ -109,8 +109,8 @@ def run_toy(call: Any, tile: Any, launch: Any) -> Any:
 
 
 @contextlib.contextmanager
-def toy_room() -> Iterator[types.ModuleType]:
-    """The Triton room with the toy in it."""
+def offering_toy() -> Iterator[types.ModuleType]:
+    """A context in which the Triton backend offers the operation `toy`."""
     module = types.ModuleType("ragged_attention.kernels_triton.toy")
     module.__spec__ = ModuleSpec(module.__name__, None)
     vars(module).update(FEATURES=frozenset(Toy.DEFAULTS), run=run_toy)
@@ -119,7 +119,7 @@ def toy_room() -> Iterator[types.ModuleType]:
 
 
 def rows(dtype: Any = None, *, count: int = 4, step: int = 16, offset: int = 0, last: int = 1, storage: int = 0) -> Any:
-    """Rows of 3, `step` elements apart, the first of which begins `offset` elements behind an aligned address."""
+    """Rows of 3 elements, `step` elements apart. The first begins `offset` elements after an aligned address."""
     return torch.empty(storage or 1024, dtype=dtype).as_strided((count, 3), (step, last), offset)
 
 
@@ -132,7 +132,7 @@ def toy(**changes: Any) -> dict[str, Any]:
 
 
 class Noting(overhead.StandInDriver):
-    """A driver that notes launches, as Triton's own calls the hooks around each."""
+    """A driver that records launches and, like Triton's own, calls the hooks around each."""
 
     def __init__(self, arch: str = overhead.ARCH) -> None:
         super().__init__(arch, self._launch)
@@ -151,7 +151,7 @@ class Noting(overhead.StandInDriver):
 
 
 def compile_nothing(self: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, *rest: Any) -> Any:
-    """In place of Triton's compilation: a kernel for each of the keys that Triton would compile one for."""
+    """A stand-in for compilation: it makes one kernel for each key for which Triton would compile one."""
     kernel = object.__new__(triton.compiler.CompiledKernel)
     name = f"{self.__name__} {next(NUMBERS)}"
     vars(kernel).update(module=name, function=name, name=name, src=None, _module_pid=None, hash=name)
@@ -165,7 +165,7 @@ NUMBERS = itertools.count()
 
 
 def forget_kernels() -> None:
-    """Forget what was compiled, or was not really, for another driver."""
+    """Forget the kernels, compiled or stand-ins, that were made for another driver."""
     rooms = [module for name, module in list(sys.modules.items()) if ".kernels_triton" in name]
     for value in (toy_kernel, *(value for room in rooms for value in vars(room).values())):
         if isinstance(value, triton.JITFunction):
@@ -174,11 +174,11 @@ def forget_kernels() -> None:
 
 @contextlib.contextmanager
 def noting(arch: str = overhead.ARCH) -> Iterator[Noting]:
-    """A noting driver, to which Triton gives kernels that are not really compiled."""
+    """A recording driver, for which Triton makes stand-ins for compiled kernels."""
     forget_kernels()
     compiling = mock.patch.object(triton.JITFunction, "_do_compile", compile_nothing)
     hip = mock.patch.object(torch.version, "hip", None if arch.startswith("sm_") else "7.0")
-    with toy_room(), compiling, hip, overhead.standing_in(Noting(arch)) as driver:
+    with offering_toy(), compiling, hip, overhead.standing_in(Noting(arch)) as driver:
         yield driver  # type: ignore[misc]
 
 
@@ -186,8 +186,8 @@ def address(value: Any) -> int:
     return value if isinstance(value, int) else value.data_ptr()
 
 
-def alike(launch: tuple[Any, ...], operands: int, given: set[int]) -> tuple[Any, ...]:
-    """A launch as it is compared: of tensors that are the launcher's only the alignment, numbers with their type."""
+def comparable_launch(launch: tuple[Any, ...], operands: int, given: set[int]) -> tuple[Any, ...]:
+    """A launch in comparable form: tensors allocated by the launcher by alignment only, numbers with their type."""
     *rest, values = launch
     addresses = [address(value) for value in values[:operands]]
     return *rest, [one if one in given else one % 16 for one in addresses], list(map(repr, values[operands:]))
@@ -203,14 +203,14 @@ def by_triton(arguments: dict[str, Any], record: Any = Toy) -> Any:
 
 
 def compare(driver: Noting, arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Launch a toy both ways, twice by replay, and hold that to Triton; returns what Triton launched."""
+    """Launch a toy through Triton and twice by replay, and compare the launches; returns those of Triton."""
     given = {arguments["x"].data_ptr(), arguments["y"].data_ptr()}
     out, _ = by_triton(arguments)
-    wanted = [alike(launch, 4, given) for launch in driver.take()]
+    wanted = [comparable_launch(launch, 4, given) for launch in driver.take()]
     for _ in range(2):
         result, (x, again) = by_replay(arguments)
         found = driver.take()
-        assert [alike(launch, 4, given) for launch in found] == wanted
+        assert [comparable_launch(launch, 4, given) for launch in found] == wanted
         assert result is again
         assert x is arguments["x"]
         assert (result.shape, result.dtype, result.stride()) == (out.shape, out.dtype, out.stride())
@@ -224,8 +224,8 @@ def compiled_for(launches: list[tuple[Any, ...]]) -> list[Any]:
 
 
 @contextlib.contextmanager
-def asked() -> Iterator[list[Any]]:
-    """The kernels that are launched through Triton meanwhile."""
+def launches_through_triton() -> Iterator[list[Any]]:
+    """A context that yields the list of kernels that are launched through Triton inside it."""
     found: list[Any] = []
     run = triton.JITFunction.run
 
@@ -237,7 +237,7 @@ def asked() -> Iterator[list[Any]]:
         yield found
 
 
-# ---- checks, for a process that compiles
+# ---- checks for the process in which Triton compiles
 
 OTHERS = {
     "an unaligned pointer": lambda: {"x": rows(offset=1)},
@@ -275,7 +275,7 @@ def check_every_change_is_met_by_the_kernel_that_triton_picks() -> None:
 
 
 def check_an_address_decides_on_its_own() -> None:
-    """Calls of one plan, whose tensors differ in nothing but where they lie."""
+    """Calls that share a plan and differ only in their tensors' addresses get kernels by alignment."""
     with noting() as driver:
         found = set()
         for x, y in itertools.product(range(4), repeat=2):
@@ -305,7 +305,7 @@ def check_unaligned_results_are_left_to_triton() -> None:
         aligned = compare(driver, toy())
         by_replay(toy())
         driver.take()
-        with mock.patch.object(_replay, "torch", Elsewhere()), asked() as kernels:
+        with mock.patch.object(_replay, "torch", Elsewhere()), launches_through_triton() as kernels:
             by_replay(toy())
             assert len(kernels) == 2
             found = driver.take()
@@ -335,7 +335,7 @@ def check_devices_and_streams() -> None:
 
 
 def check_triton_is_asked_once() -> None:
-    with noting() as driver, asked() as kernels:
+    with noting() as driver, launches_through_triton() as kernels:
         by_replay(toy())
         assert len(kernels) == 2
         by_replay(toy())
@@ -346,7 +346,7 @@ def check_triton_is_asked_once() -> None:
 
 def check_what_watches_launches_sees_them() -> None:
     knobs = triton.knobs.runtime
-    with noting() as driver, asked() as kernels:
+    with noting() as driver, launches_through_triton() as kernels:
         by_replay(toy())
         seen: list[Any] = []
         enter, leave = (lambda facts: seen.append(facts.get())), (lambda facts: seen.append(facts.get()))
@@ -369,7 +369,7 @@ def check_what_watches_launches_sees_them() -> None:
 
 def check_what_changes_compilation_goes_through_triton() -> None:
     knobs = triton.knobs
-    with noting(), asked() as kernels:
+    with noting(), launches_through_triton() as kernels:
         by_replay(toy())
         by_replay(toy())
         assert len(kernels) == 2
@@ -397,7 +397,7 @@ def check_what_changes_compilation_goes_through_triton() -> None:
 
 def check_kernels_that_tune_themselves_are_left_to_triton() -> None:
     tuned = triton.heuristics({"WIDTH": lambda values: 8})(toy_kernel)
-    with noting() as driver, asked() as kernels, mock.patch.dict(globals(), toy_kernel=tuned):
+    with noting() as driver, launches_through_triton() as kernels, mock.patch.dict(globals(), toy_kernel=tuned):
         for _ in range(2):
             by_replay(toy())
             assert [launch[-1][-1] for launch in driver.take()] == [8, 8]
@@ -440,14 +440,14 @@ def check_what_only_kernels_see_shares_memory_without_overlap() -> None:
 
 
 def check_a_kernel_that_triton_compiles() -> None:
-    """One real operation, really compiled."""
+    """A replay of a real operation launches the kernel that Triton really compiled."""
     forget_kernels()
     driver = Noting()
     outs, lses = torch.zeros(2, 5, 3, 64, dtype=torch.bfloat16), torch.zeros(2, 5, 3)
-    with overhead.standing_in(driver), asked() as kernels:
+    with overhead.standing_in(driver), launches_through_triton() as kernels:
         for _ in range(3):
             rt.merge_attention_states(outs, lses, backend="triton")
-        first, *others = [alike(launch, 5, {outs.data_ptr(), lses.data_ptr()}) for launch in driver.take()]
+        first, *others = [comparable_launch(launch, 5, {outs.data_ptr(), lses.data_ptr()}) for launch in driver.take()]
         assert others == [first, first]
         assert len(kernels) == 1
 
@@ -457,7 +457,7 @@ def operands_of(launch: tuple[Any, ...]) -> int:
 
 
 def check_operations() -> None:
-    """Real operations of all kinds: what they launch by replay and by Triton."""
+    """Operations of every kind launch the same kernels by replay as through Triton."""
     with noting() as driver:
         for name in CASES:
             case = overhead.CASES[name]
@@ -470,13 +470,15 @@ def check_operations() -> None:
             driver.take()
             by_triton(arguments, record)
             launches = driver.take()
-            with asked() as kernels:
+            with launches_through_triton() as kernels:
                 call()
             pairs = list(zip(driver.take(), launches, strict=True))
             assert pairs, name
             assert not kernels, name
             for found, wanted in pairs:
-                assert alike(found, operands_of(wanted), given) == alike(wanted, operands_of(wanted), given), name
+                assert comparable_launch(found, operands_of(wanted), given) == comparable_launch(
+                    wanted, operands_of(wanted), given
+                ), name
 
 
 CASES = (
@@ -487,7 +489,7 @@ CASES = (
 
 @st.composite
 def toys(draw: Any) -> dict[str, Any]:
-    """Arguments in which anything may be as it was in an earlier example, or not."""
+    """Arguments, each of which may equal that of an earlier example."""
 
     def tensor() -> Any:
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e5m2]))
@@ -662,7 +664,7 @@ def test_a_replay_that_fails_is_the_last(monkeypatch: pytest.MonkeyPatch) -> Non
     want = rt.merge_attention_states(outs, lses, backend="eager")
     with pytest.warns(RuntimeWarning, match="launched through Triton from now on, .* AttributeError: packed_metadata"):
         got = rt.merge_attention_states(outs, lses, backend="triton")
-    again = rt.merge_attention_states(outs, lses, backend="triton")  # without another warning
+    again = rt.merge_attention_states(outs, lses, backend="triton")  # does not warn again
     for result in (got, again):
         torch.testing.assert_close(result, want)
     assert _replay.LaunchRecording.replay.call_count == 1  # type: ignore[attr-defined]

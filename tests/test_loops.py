@@ -1,4 +1,4 @@
-"""What loops are said to take: counted by hand, compiled once, and as the document has it."""
+"""The estimated cycles of loops equal counts by hand, those of one compiled kernel, and the document's tables."""
 
 from pathlib import Path
 
@@ -33,21 +33,21 @@ def test_cycles_by_hand() -> None:
     got = cycles(instructions_of(CODE), num_warps=8)
     products = 2 * (64 * 128 * 16 + 64 * 64 * 16) + 8 * 16 * 8 * 16 / WARPWISE
     assert got["matrices"] == pytest.approx(products / 2048)
-    # Two warpgroups' operands, of the first product both from shared memory; then what each of eight warps moves.
+    # The operands of two warpgroups (the first product reads both from shared memory), then the traffic of eight warps.
     assert got["shared memory"] == pytest.approx((2 * 2 * 16 * 256 + 8 * (512 + 128 + 512 + 512 + 128)) / 128)
     assert got["instructions"] == 10 * 8 / 4
     assert got["special functions"] == 8 * 32 / 16
 
 
 def test_turns_by_hand() -> None:
-    """A decode turns once per block of keys; of a prefill the blocks at edges are counted by themselves."""
+    """A decode's loop has one iteration per block of keys. A prefill's masked blocks are counted separately."""
     case = catalogue.find("decode_64x4k")
     step = next(roofline.steps(case, "triton", HOPPER))
     assert step.turns == (64 * 8 * 4096 / 64, 0.0)
     case = catalogue.find("prefill_8k")
     (step,) = roofline.steps(case, "triton", HOPPER)
     whole, masked = step.turns
-    rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens, and those of them that see too few keys
+    rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens; those of them that see fewer than 1024 keys
     edge = sum(-(-(32 * block + 32) // 64) for block in range(careful))
     edge += sum(-(-(32 * block + 32 - (32 * block + 1) // 128 * 128) // 64) for block in range(careful, rows))
     assert masked == pytest.approx(8 * edge)
@@ -59,7 +59,9 @@ def test_a_prediction_is_made() -> None:
     (line,) = [line.split(" | ") for line in lines if "mla_sparse_h16_b64" in line]
     assert line in [text.split(" | ") for text in document.part("loops").splitlines()]
     assert float(line[6]) >= float(line[3]) >= float(line[2])
-    assert float(line[8].split(" - ")[0]) >= float(line[6])  # what waits takes no less than what is busy
+    assert float(line[8].split(" - ")[0]) >= float(
+        line[6]
+    )  # waiting included, a loop takes no less than its busiest unit
 
 
 def test_the_document_has_the_plans_of_today() -> None:

@@ -1,6 +1,6 @@
-"""No index value makes a kernel touch memory outside its arrays: garbage everywhere, unreadable pages around.
+"""No index value makes a kernel touch memory outside its arrays, which lie between unreadable pages.
 
-Each backend runs in a process apart, for a step outside ends it.
+Each backend runs in a separate process, because an access outside ends the process.
 """
 
 import os
@@ -20,7 +20,7 @@ from tests.apart import ROOT
 
 @pytest.mark.parametrize("check", list(memory()), ids=str)
 def test_garbage_indices(runner: Runner, check: Check, examples: int) -> None:
-    # XLA holds indices within the arrays by itself, and compiles every example anew.
+    # Few examples for jax-xla: XLA clamps indices by itself, and compiles for every example.
     share = {"jax-xla": 0.04, "jax-triton": 0.06, "jax-reference": 0.2, "torch-triton": 0.12}.get(
         str(runner), 2.0 if runner.framework == "torch" else 1.0
     )
@@ -45,7 +45,7 @@ def test_a_guarded_array_is_like_any_other(side: str, shape: tuple[int, ...]) ->
 @pytest.mark.parametrize("index", [0, -1], ids=["input", "output"])
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_kernel_that_steps_outside_dies(monkeypatch: pytest.MonkeyPatch, framework: str, index: int) -> None:
-    """The positive control: the process of a backend that reads one element too far, in or out, is killed."""
+    """The positive control: a backend that accesses an input or output one element too far is killed."""
     pytest.importorskip(framework)
     monkeypatch.setenv("STEPS_OUTSIDE", str(index))
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)

@@ -51,7 +51,7 @@ def cache_of(cache_format: str, num_pages: int = NUM_PAGES, page_size: int = PAG
 
 
 def lists(*shape: int) -> jax.Array:
-    """Slots in any order, some of them out of range in every way."""
+    """Slots in any order, some of them negative, too large, or at the limits of int32."""
     indices = np.random.default_rng(3).integers(-4, NUM_PAGES * PAGE_SIZE + 4, shape, np.int32)
     indices.reshape(-1)[:3] = INT_MIN, INT_MAX, -1
     return jnp.asarray(indices)
@@ -92,7 +92,7 @@ def dense_arguments(cache_format: str, heads: int = 1) -> dict[str, Any]:
 
 
 def ragged_arguments(cache_format: str) -> dict[str, Any]:
-    """A sequence of one query, one of several, and a third that does not exist."""
+    """Arguments for a sequence with one query, one with four, and a third past `num_seqs`."""
     arguments = dense_arguments(cache_format)
     tables = {"cu_q_lens": jnp.asarray([0, 1, 5, INT_MIN], jnp.int32), "num_seqs": jnp.asarray([2], jnp.int32)}
     q = arguments["q"].reshape(-1, *arguments["q"].shape[2:])
@@ -282,7 +282,7 @@ def test_export_of_the_caches_operations():
 
 def test_one_function_lowers_to_triton_for_cuda_and_to_xla_for_a_cpu():
     on_gpu, on_cpu = triton_kernels("latents")
-    assert on_gpu >= 5  # at least one for each call
+    assert on_gpu >= 5  # at least one kernel for each call
     assert on_cpu == 0
 
 
@@ -319,7 +319,7 @@ EIGHT_BITS = [("ragged", dtype) for dtype in QUANTIZED]
 
 @pytest.mark.parametrize(("kind", "cache_format"), [*itertools.product(CALLS_OF, FORMATS), *EIGHT_BITS])
 def test_attention_keeps_no_second_cache(kind, cache_format):
-    """Beyond its arguments a call holds a block of keys, not what the sequences have in the cache."""
+    """Apart from its arguments, a call holds one block of keys in memory, not a copy of the cache."""
     attend, arguments_of, _ = CALLS_OF[kind]
     arguments = arguments_of("plain" if cache_format in QUANTIZED else cache_format)
     name = "kv" if kind == "prefill" else "kv_cache"
@@ -342,7 +342,7 @@ ODD = (np.nan, -np.nan, np.inf, -np.inf, -0.0)
     [("fp8_v32", True), ("fp8_v32", False), ("fp8_v4", True), ("fp8_v41", True), ("fp4_v41", False)],
 )
 def test_quantised_bytes_are_those_of_the_definition(cache_format, powers, dtype):
-    """A constant divisor must not become a product with its reciprocal, nor a NaN change its sign."""
+    """XLA must not replace division by a constant with multiplication by its reciprocal. NaN must keep its sign."""
     rows = np.array(randoms((5, 3, 1, WIDTHS[cache_format][0]), "float32"))
     rows *= np.logspace(-7, 4, 15, dtype=np.float32).reshape(5, 3, 1, 1)
     for index, value in enumerate(ODD):
@@ -367,7 +367,7 @@ def test_quantised_bytes_are_those_of_the_definition(cache_format, powers, dtype
         write_mla_cache(rows, cache, slots, power_of_two_scales=powers, backend=backend)
         for backend in ("xla", "reference")
     ]
-    assert identical(*written)  # of two tokens for a slot, too: the later one, whole
+    assert identical(*written)  # also if two tokens share a slot: the later one wins, whole
 
 
 @pytest.mark.parametrize("cache_format", CACHE_FORMATS)
@@ -383,7 +383,7 @@ def test_every_code_is_dequantised(cache_format):
     else:
         first, count = layout.value_bytes, layout.scale_bytes
         flat[1, first : first + count] = np.linspace(20, 255, count).astype(np.uint8)
-    for dtype in ("float32", "bfloat16", "float16"):  # some of which overflow
+    for dtype in ("float32", "bfloat16", "float16"):  # some values overflow float16
         values = [dequantize_mla_cache(cache, dtype=dtype, backend=backend) for backend in ("xla", "reference")]
         assert identical(*widened(values))
 

@@ -1,4 +1,4 @@
-"""The suite catches wrong kernels of latent attention: each mutant below is the definition with one planted fault."""
+"""The suite catches wrong kernels of latent attention: each mutant is the reference implementation with one fault."""
 
 import contextlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from ragged_attention.testing.runner import Runner
 from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a mutant may let NaN through
 
 HONEST: dict[str, Function] = {
     module.__name__.rpartition(".")[2]: getattr(module, module.__name__.rpartition(".")[2])
@@ -41,7 +41,7 @@ ROOMS = (prefill, decode, schedule, quantize, dequantize, write, slots, _kv_layo
 
 
 def with_pieces(operation: str, **pieces: Function) -> Function:
-    """An operation's definition with some of the functions that it is made of replaced."""
+    """An operation's reference implementation with some of its inner functions replaced."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         with contextlib.ExitStack() as patches:
@@ -54,12 +54,12 @@ def with_pieces(operation: str, **pieces: Function) -> Function:
     return mutant
 
 
-def given(operation: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Function:
-    """The definition called with other arguments than it was given."""
+def with_changed_arguments(operation: str, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Function:
+    """The reference implementation of an operation, called with changed arguments."""
     return lambda **arguments: HONEST[operation](**(arguments | change(arguments)))
 
 
-# Which entries of a list select what.
+# Which slots the entries of a list select.
 def minus_one_is_slot_zero(indices: Any, topk_len: Any, num_slots: int) -> Any:
     return honest_selected(np.where(indices == -1, 0, indices), topk_len, num_slots)
 
@@ -107,7 +107,7 @@ def last_block_is_skipped(indices: Any, topk_len: Any, num_slots: int) -> Any:
     return found[: len(found) // 8 * 8] if len(found) > 8 else found
 
 
-# What is done with the rows.
+# Attention over the selected rows.
 def rotary_part_is_dropped(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
     return honest_attend(q[:, :d_v], rows[:, :d_v], d_v, scale, soft_cap)
 
@@ -139,7 +139,7 @@ def sinks_are_ignored(lse: Any, sinks: Any) -> Any:
     return np.ones(lse.shape)
 
 
-# The bytes.
+# The bytes of quantised caches.
 def scales_are_truncated_to_powers_of_two(codes: Any, scales: Any, rotary: Any, layout: Any) -> Any:
     if layout.scales == "float32":
         scales = (np.ascontiguousarray(scales).view(np.uint32) & 0xFF800000).astype("<u4").view(np.uint8)
@@ -161,7 +161,7 @@ def rotary_part_is_scaled(codes: Any, scales: Any, rotary: Any, layout: Any) -> 
 
 
 def scales_of_the_first_format(pages: Any, layout: Any) -> Any:
-    """The stale offset: every token's scales behind its own values, as if there were no layout but "token"."""
+    """A stale offset: every token's scales follow its own values, as if "token" were the only layout."""
     if not layout.planar:
         return honest_planes(pages, layout)
     tokens, row = pages.view(np.uint8).reshape(*pages.shape[:2], pages.shape[-1]), layout.row_bytes
@@ -174,7 +174,7 @@ def scales_of_the_next_token(pages: Any, layout: Any) -> Any:
 
 
 def the_layout_is_ignored(pages: Any, layout: Any) -> Any:
-    """Every format in its own layout, whatever is asked for."""
+    """Every format is read in its default layout, whatever layout is requested."""
     return honest_planes(pages, CACHE_FORMATS[layout.name])
 
 
@@ -187,7 +187,7 @@ def signs_of_4_bits_are_lost(codes: Any) -> Any:
 
 
 def smallest_of_4_bits_is_zero(codes: Any) -> Any:
-    """As on machines that take subnormal numbers for 0."""
+    """The code of 0.5 decodes to 0, as on machines that flush subnormal numbers to 0."""
     found = honest_e2m1(codes)
     return np.where(np.abs(found) == 0.5, 0.0, found)
 
@@ -235,7 +235,7 @@ def _both(operation: str) -> dict[str, Function]:
     )
 
 
-# Faults of one of the two.
+# Faults of prefill alone or of decode alone.
 def no_row_is_zero_over_zero(**arguments: Any) -> Any:
     out, highest, lse = honest_prefill(**arguments)
     return np.where(lse[..., None] == -np.inf, np.nan, out), highest, lse
@@ -257,7 +257,7 @@ def sink_counted_in_max_logits(**arguments: Any) -> Any:
 
 
 def unselected_rows_times_nothing(**arguments: Any) -> Any:
-    """0 * NaN is NaN, so that rows nobody selects leak."""
+    """NaN in rows that nobody selects leaks into out, because 0 * NaN is NaN."""
     out, highest, lse = honest_prefill(**arguments)
     rows = arguments["kv"] if arguments["kv"].dtype.kind == "f" else np.zeros(1)
     return out + 0.0 * rows.sum(), highest, lse
@@ -273,7 +273,7 @@ def sink_counted_in_the_lse(**arguments: Any) -> Any:
 
 
 def lse_as_queries_by_heads(**arguments: Any) -> Any:
-    """The right numbers in the order [S, Q, H]."""
+    """The lse has the right values, but in the order [S, Q, H]."""
     out, lse = honest_decode(**arguments)
     return out, np.swapaxes(lse, 1, 2).reshape(lse.shape)
 
@@ -332,7 +332,7 @@ def invalid_pages_are_held_within(page_indices: Any, kv_len: Any, num_pages: int
 
 
 def splits_are_averaged(q: Any, rows: Any, d_v: int, scale: float, soft_cap: float | None, num_splits: int) -> Any:
-    """Two splits whose results are merged without their weights."""
+    """The results of two splits are averaged without their softmax weights."""
     halves = [honest_splits(q, part, d_v, scale, soft_cap, 1) for part in (rows[::2], rows[1::2]) if len(part)]
     if not halves:
         return honest_splits(q, rows, d_v, scale, soft_cap, 1)
@@ -345,7 +345,7 @@ PREFILL = _both("sparse_mla_prefill") | {
         no_row_is_zero_over_zero, sink_counted_in_the_lse_of_prefill, sink_counted_in_max_logits,
         unselected_rows_times_nothing,
     )
-} | {"kv_heads_share_a_list": given("sparse_mla_prefill", kv_heads_share_a_list)}  # fmt: skip
+} | {"kv_heads_share_a_list": with_changed_arguments("sparse_mla_prefill", kv_heads_share_a_list)}  # fmt: skip
 DECODE = _both("mla_decode") | {
     mutant.__name__: mutant
     for mutant in (
@@ -353,7 +353,7 @@ DECODE = _both("mla_decode") | {
         causal_mask_from_the_top_left,
     )
 } | {
-    mutant.__name__: given("mla_decode", mutant)
+    mutant.__name__: with_changed_arguments("mla_decode", mutant)
     for mutant in (
         causal_mask_hides_the_own_key, causal_mask_is_ignored, extra_cache_has_the_page_size_of_the_first,
         extra_cache_is_ignored, extra_list_has_the_lengths_of_the_first,
@@ -365,7 +365,7 @@ DECODE = _both("mla_decode") | {
 }  # fmt: skip
 
 
-# The operations around them.
+# Faults of the operations that serve attention: quantising, writing, slots and schedules.
 def scales_are_rounded_down(groups: Any, power_of_two: bool) -> Any:
     scales = honest_scales(groups, False)
     down = (scales.view(np.uint32) & np.uint32(0xFF800000)).view(np.float32)
@@ -378,7 +378,7 @@ def scales_have_no_floor(groups: Any, power_of_two: bool) -> Any:
 
 
 def powers_are_doubled(groups: Any, power_of_two: bool) -> Any:
-    """Rounded up by adding one to the exponent, powers of two too."""
+    """Scales are rounded up by incrementing the exponent, even if they are powers of two already."""
     scales = honest_scales(groups, False)
     up = ((scales.view(np.uint32) & np.uint32(0xFF800000)) + np.uint32(0x800000)).view(np.float32)
     return np.where(np.isfinite(scales), up, scales) if power_of_two else scales
@@ -443,7 +443,7 @@ OTHERS: dict[str, tuple[str, Function]] = {
         ("quantize_mla_cache", "quantize_groups_to_e2m1", not_a_number_is_the_largest),
     )
 } | {
-    mutant.__name__: (operation, given(operation, mutant))
+    mutant.__name__: (operation, with_changed_arguments(operation, mutant))
     for operation, mutant in (
         ("write_mla_cache", minus_one_writes_the_last_slot),
         ("write_mla_cache", slots_of_32_bits),
@@ -454,29 +454,29 @@ OTHERS: dict[str, tuple[str, Function]] = {
 } | {"negative_pages_make_slots": ("page_indices_to_slots", negative_pages_make_slots)}  # fmt: skip
 
 
-def about(word: str) -> dict[str, list[Any]]:
-    """The corners and drawn checks of one operation, by its word in their names."""
+def checks_of(word: str) -> dict[str, list[Any]]:
+    """The corner and agreement checks of one operation, whose names begin with `word`."""
     return {
         group.__name__: [check for check in group() if check.name.startswith(word)] for group in (corners, agreement)
     }
 
 
 def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
-    """The positive control: planted without a fault, nothing fails."""
+    """The positive control: the reference implementation, planted as a backend, passes all checks."""
     runner = plant()
     assert list(failures(runner, (*corners(), *agreement(), *laws()), 10)) == []
 
 
 @pytest.mark.parametrize("name", PREFILL)
 def test_a_wrong_prefill_is_caught(plant: Callable[..., Runner], name: str) -> None:
-    runner, checks = plant(sparse_mla_prefill=PREFILL[name]), about("sparse prefill")
+    runner, checks = plant(sparse_mla_prefill=PREFILL[name]), checks_of("sparse prefill")
     assert any(failures(runner, checks["corners"], 1)), "no corner caught it"
     assert any(failures(runner, checks["agreement"], 200)), "no drawn batch caught it"
 
 
 @pytest.mark.parametrize("name", DECODE)
 def test_a_wrong_decode_is_caught(plant: Callable[..., Runner], name: str) -> None:
-    runner, checks = plant(mla_decode=DECODE[name]), about("latent decode")
+    runner, checks = plant(mla_decode=DECODE[name]), checks_of("latent decode")
     assert any(failures(runner, checks["corners"], 1)), "no corner caught it"
     assert any(failures(runner, checks["agreement"], 200)), "no drawn batch caught it"
 
@@ -487,7 +487,7 @@ def test_a_wrong_helper_is_caught(plant: Callable[..., Runner], name: str) -> No
     assert any(failures(plant(**{operation: function}), corners(), 1))
 
 
-# Mutants that a law, which asks no oracle, shows to be wrong; the law by the beginning of its name.
+# Mutants that fail a law, which needs no reference results, and the beginning of that law's name.
 NOTICED = {
     "minus_one_is_slot_zero": "decode, a query that sees no key",
     "lists_end_at_the_first_invalid_entry": "decode, the order of a list",

@@ -1,4 +1,4 @@
-"""The definitions of latent attention, held to cases worked out by hand and to formats that others implement."""
+"""The reference implementations of latent attention agree with hand-computed cases and with other projects' formats."""
 
 import itertools
 from typing import Any
@@ -89,7 +89,7 @@ def test_every_code_of_a_value_is_read() -> None:
 
 
 def groups(layout: Any, *firsts: list[float]) -> np.ndarray:
-    """One row that holds zeros but for the first columns of each group, and 1, 2, ... as its rotary columns."""
+    """A row [1, 1, 1, width]: each group begins with its `firsts`, the rotary columns are 1, 2, ..., all others 0."""
     row = np.zeros((1, 1, 1, layout.width))
     for index, values in enumerate(firsts):
         row[..., layout.group * index : layout.group * index + len(values)] = values
@@ -97,7 +97,7 @@ def groups(layout: Any, *firsts: list[float]) -> np.ndarray:
     return row
 
 
-# The first columns of a group, its scale as it comes, that rounded up to a power of two, and the codes with the latter.
+# The first columns of a group, its unrounded scale, the scale as a power of two, and the codes under the latter.
 GROUPS = [
     ([448.0, 1.0, -0.0], 1.0, 1.0, [0x7E, 0x38, 0x80]),
     ([449.0, -2.0], 449 / 448, 2.0, [0x76, 0xB8]),  # 224.5 is stored as 224
@@ -136,7 +136,7 @@ def test_a_group_quantised_to_fp8_v4(firsts: list[float], scale: float, power: f
     assert page[576 + 448 : 2 * 576].view(ml_dtypes.bfloat16).astype(int).tolist() == list(range(1, 65))
 
 
-# The values of e2m1 by their codes, as its specification lists them.
+# The values of the e2m1 codes 0 to 15, as listed in the specification.
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 
 
@@ -174,12 +174,12 @@ def test_the_bytes_of_a_token_in_fp4_v41(layout: str) -> None:
 # The first columns of a group, its scale, and the codes.
 GROUPS_OF_4_BITS = [
     ([6.0, 1.0, -0.0], 1.0, [7, 2, 8]),
-    ([6.0, 0.25, 0.75, -1.25, 1.75, 2.5, 3.5, -5.0], 1.0, [7, 0, 2, 10, 4, 4, 6, 14]),  # halfway: to the even code
+    ([6.0, 0.25, 0.75, -1.25, 1.75, 2.5, 3.5, -5.0], 1.0, [7, 0, 2, 10, 4, 4, 6, 14]),  # ties round to the even code
     ([6.0, 0.2500001, 0.7499999, 5.0000005, -0.2], 1.0, [7, 1, 1, 7, 8]),
     ([0.0, 0.0], 2.0**-9, [0, 0]),
     ([1e-30, -1e-30], 2.0**-9, [0, 8]),
     ([2688.0, -1e9, 224.0], 448.0, [7, 15, 1]),
-    ([6.2, 3.1], 1.0, [7, 5]),  # the scale is rounded down, and the largest saturates
+    ([6.2, 3.1], 1.0, [7, 5]),  # the scale is rounded down, so the largest value saturates
     ([6.5, 1.0], 1.125, [7, 2]),
     ([NAN, 6.0, -6.0], NAN, [0, 0, 0]),
     ([-INF, 6.0, 448.0], 448.0, [15, 0, 2]),
@@ -209,7 +209,7 @@ def test_quantising_to_4_bits_takes_the_nearest_of_a_table(seed: int, exponent: 
     scaled = (values / scales[..., None]).astype(np.float64)
     off = np.abs(scaled[..., None] - np.array(E2M1))
     best = off.min(-1, keepdims=True)
-    code = np.where(off == best, [code % 2 for code in range(16)], 2).argmin(-1)  # of two as near the even one
+    code = np.where(off == best, [code % 2 for code in range(16)], 2).argmin(-1)  # ties go to the even code
     want = np.array(E2M1)[code] * scales[..., None]
     got = dequantize_mla_cache(quantize_mla_cache(kv, "fp4_v41"))
     np.testing.assert_array_equal(got, want.reshape(kv.shape))
@@ -218,7 +218,7 @@ def test_quantising_to_4_bits_takes_the_nearest_of_a_table(seed: int, exponent: 
 @pytest.mark.parametrize("name", [name for name, layout in CACHE_FORMATS.items() if layout.codes == "float8_e4m3fn"])
 @given(seed=st.integers(0, 2**32 - 1), exponent=st.integers(-20, 20))
 def test_quantising_is_dividing_and_rounding(name: str, seed: int, exponent: int) -> None:
-    """Against the formats as `ml_dtypes` has them, with scales found by a logarithm instead of by bits."""
+    """Quantising equals division and rounding by `ml_dtypes`, with scales from a logarithm instead of from bits."""
     layout = CACHE_FORMATS[name]
     kv = np.random.default_rng(seed).standard_normal((2, 3, 1, layout.width)).astype(np.float32)
     kv *= np.float32(2.0**exponent)
@@ -248,20 +248,20 @@ def test_a_product_beyond_float32_is_infinite() -> None:
     assert dequantize_mla_cache(cache)[0, 0, 0, 0] == INF
 
 
-# Attention. With q = 0 every visible key weighs the same; with q = ln 3 in one column a key of 1 there weighs three.
+# Attention. With q = 0 all visible keys have weight 1. With q = ln 3 in one column, a key with 1 there has weight 3.
 
 WIDTH = 16
 
 
 def rows_of(*values: float) -> np.ndarray:
-    """Rows [n, 1, WIDTH] that hold `value` in the first column and its parity in the last."""
+    """Rows [n, 1, WIDTH] with a value in the first column and its parity in the last."""
     rows = np.zeros((len(values), 1, WIDTH))
     rows[:, 0, 0], rows[:, 0, -1] = values, np.nan_to_num(values) % 2
     return rows
 
 
 def sparse(kv: np.ndarray, *lists: list[int], q: float = 0.0, **more: Any) -> tuple[Any, Any, Any]:
-    """First column of out, and the other results, of one head a token that weighs odd rows e^q times."""
+    """The first column of out, max_logits and lse, for one head per token, which gives odd rows the weight e^q."""
     queries = np.zeros((len(lists), 1, WIDTH))
     queries[..., -1] = q
     out, max_logits, lse = sparse_mla_prefill(
@@ -343,7 +343,7 @@ def test_prefill_reads_a_paged_cache_by_slots(name: str) -> None:
 
 
 def dense(values: list[list[float]], table: Any, lens: Any, num_q_tokens: int = 1, **more: Any) -> tuple[Any, Any]:
-    """First column of out [S, Q] and lse [S, Q] of one head that weighs all keys the same."""
+    """The first column of out [S, Q] and lse [S, Q], for one head that gives all keys the same weight."""
     pages = np.stack([rows_of(*page) for page in values])
     table, lens = np.array(table, np.int32), np.array(lens, np.int32)
     q = np.zeros((len(lens), num_q_tokens, 1, WIDTH))
@@ -485,7 +485,7 @@ def test_dense_is_sparse_over_all_positions() -> None:
 
 
 def test_the_schedule_of_a_short_an_empty_and_a_long_sequence() -> None:
-    """85 blocks and three times 5 in 8 parts are 13 per part, and 5 on top for each sequence begun."""
+    """85 blocks plus 3 overheads of 5, divided among 8 parts, are 13 per part. Each sequence in a part costs 5 more."""
     parts, num_splits = make_decode_schedule(np.array([300, 0, 5000]), num_parts=8)
     assert num_splits.tolist() == [0, 1, 2, 9]
     cuts = [*range(0, 79, 13), 79]
@@ -506,7 +506,7 @@ def test_few_sequences_are_cut_and_spare_parts_are_idle() -> None:
 def test_many_sequences_are_dealt_out_whole() -> None:
     parts, num_splits = make_decode_schedule(np.full(128, 2048), sparse=True, num_parts=33)
     assert num_splits.tolist() == list(range(129))
-    # The payload of 149 blocks buys 4 sequences of 37.
+    # A part's payload of 149 blocks holds 4 sequences that cost 37 each.
     assert parts[:, :5].tolist() == [[4 * part, 0, 4 * part + 3, 32, 0] for part in range(32)] + [[128, 0, 127, 32, 0]]
 
 
@@ -577,7 +577,7 @@ def test_rows_are_written_to_their_slots() -> None:
     kv = np.arange(6 * 2 * WIDTH, dtype=np.float64).reshape(6, 2, WIDTH)
     cache = np.full((3, 2, 2, WIDTH), -1.0)
     want = cache.copy()
-    want[0, 0], want[2, 0] = kv[2], kv[4]  # the later one of two
+    want[0, 0], want[2, 0] = kv[2], kv[4]  # the later of two tokens with this slot
     identical(write_mla_cache(kv, cache, SLOTS), want)
     assert (cache == -1).all()
 

@@ -1,4 +1,4 @@
-"""Latent attention as torch itself sees it: operators, fake tensors, compilation, schedules, writing in place."""
+"""Latent attention through torch's own machinery: operators, fake tensors, compilation, schedules, in-place writes."""
 
 import warnings
 from typing import Any
@@ -38,7 +38,7 @@ def dense(format: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
 
 
 def ragged(format: str, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """With more queries in the second sequence than in the first, and a row of padding."""
+    """Arguments with one query in the first sequence, four in the second, and one padding row."""
     inputs = dense(format, dtype)
     q = torch.cat([inputs["q"].flatten(0, 1), normal(2, NUM_HEADS, WIDTHS[format], seed=3).to(dtype)])
     return inputs | {"q": q, "cu_q_lens": ints(0, 1, 5), "sinks": normal(NUM_HEADS), "return_lse": True}
@@ -113,7 +113,7 @@ def test_schedules_and_slots_pass_opcheck() -> None:
 
 
 def engine_step(q: Any, new: Any, cache: Any, slots: Any, page_indices: Any, kv_lens: Any, positions: Any) -> Any:
-    """All seven operations, as a layer of a model would use them."""
+    """All seven operations, in the order in which a model's layer would call them."""
     rt.write_mla_cache(new, cache, slots)
     num_seqs, num_q_tokens, num_q_heads, _ = q.shape
     schedule = rt.make_decode_schedule(kv_lens, num_seqs, num_q_tokens, num_q_heads)
@@ -150,13 +150,13 @@ def step_inputs(num_seqs: int = 2) -> list[Any]:
 def test_a_whole_step_compiles_into_one_graph(compiler: str, dynamic: bool | None) -> None:
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         compiled: Any = torch.compile(engine_step, fullgraph=True, backend=compiler, dynamic=dynamic)
         for num_seqs in (2,) if dynamic is None else (2, 3):
             plain, traced = step_inputs(num_seqs), step_inputs(num_seqs)
             (want, schedules), (got, traced_schedules) = engine_step(*plain), compiled(*traced)
             torch.testing.assert_close(got, want)
-            assert torch.equal(traced[2], plain[2])  # the cache, written in place
+            assert torch.equal(traced[2], plain[2])  # the cache is written in place
             for one, other in zip(traced_schedules, schedules, strict=True):
                 assert one.made_for == other.made_for
                 torch.testing.assert_close(
@@ -219,17 +219,17 @@ def test_there_is_no_gradient(operation: str) -> None:
     q = normal(*shape).requires_grad_()
     out = calls[operation](q)
     if operation == "quantize_mla_cache":
-        assert not out.requires_grad  # bytes end the graph
+        assert not out.requires_grad  # uint8 results have no gradient
         return
     with pytest.raises(RuntimeError, match=f"{operation} has no gradient: it works on a KV cache"):
         out.sum().backward()
 
 
-# ---- caches as they may lie
+# ---- strides of caches
 
 
 def laid_apart(cache: torch.Tensor, gap: int) -> torch.Tensor:
-    """The same cache with its pages `gap` elements apart, in memory full of NaN."""
+    """A copy of the cache with gaps of `gap` elements, filled with NaN, between its pages."""
     page = cache[0].numel()
     if cache.element_size() == 1:
         memory = torch.full((NUM_PAGES, page + gap), 0xFF, dtype=torch.uint8).view(cache.dtype)
@@ -296,7 +296,7 @@ def test_a_cache_with_a_strided_last_dimension_is_refused(name: str) -> None:
         rt.mla_decode(**but(inputs, **{name: strided(inputs[name])}))
 
 
-# ---- writing in place
+# ---- in-place writes
 
 
 @FORMATS
@@ -309,7 +309,7 @@ def test_tokens_are_written_in_place_and_nothing_else(format: str, backend: str)
     slots = cache if format == "plain" else rt.dequantize_mla_cache(cache, dtype="float32")
     old = before if format == "plain" else rt.dequantize_mla_cache(before, dtype="float32")
     slots, old = slots.reshape(-1, width).clone(), old.reshape(-1, width)
-    # Half a step of 4 bits is a quarter of a number; a scale is the largest number's share, rounded by a sixteenth.
+    # In 4 bits, rounding changes a value by up to a quarter, and the scale by up to a sixteenth.
     rtol, atol = (0.26, 0.3 * float(new.abs().max()) / 6) if format == "fp4_v41" else (0.08, 0.01)
     for token, slot in ((0, 9), (2, 2)):
         torch.testing.assert_close(slots[slot], new[token], rtol=rtol, atol=atol)
@@ -336,7 +336,7 @@ def test_pages_that_bytes_do_not_address_cannot_be_written() -> None:
     with pytest.raises(ra.InvalidInput, match=message):
         rt.write_mla_cache(normal(1, 512), rows, ints(0), cache_layout="page")
     rt.write_mla_cache(normal(1, 512), rows, ints(0))
-    cache = torch.cat([latent_cache("fp8_v32")] * 2, dim=2)[:, :, :1]  # its tokens hold all they need
+    cache = torch.cat([latent_cache("fp8_v32")] * 2, dim=2)[:, :, :1]  # each token's bytes are contiguous
     rt.write_mla_cache(torch.ones(1, 576), cache, ints(0))
     assert (rt.dequantize_mla_cache(cache)[0, 0] == 1).all()
 
@@ -367,7 +367,7 @@ def test_a_schedule_knows_what_it_was_made_for() -> None:
     assert schedule.num_splits.tolist() == [0, 1, 2, 9]
     assert schedule.made_for == (3, 1, 128, 1, 0, 0)
     kv_lens.add_(1)
-    assert schedule.lens.tolist() == [300, 0, 5000]  # not the tensor given, which a step changes in place
+    assert schedule.lens.tolist() == [300, 0, 5000]  # a copy: a step changes the caller's tensor in place
     assert schedule.extra_lens is None
 
     schedule = rt.make_decode_schedule(None, 2, 3, 16, topk=64, topk_lens=ints([1, 99, 0], [-5, 2, 3]), extra_topk=32)
@@ -489,7 +489,7 @@ def test_schedules_alike_share_a_plan() -> None:
         assert len(_plan._plans) == plans
 
 
-# ---- choosing a backend
+# ---- choice of the backend
 
 
 def test_explain_takes_what_the_call_takes() -> None:
@@ -547,7 +547,7 @@ def test_only_dense_decoding_reads_lengths_on_the_host(monkeypatch: pytest.Monke
 
 @FORMATS
 def test_fallbacks_that_promise_it_wait_for_nothing(format: str) -> None:
-    """A meta tensor has no values, so what runs on it reads none."""
+    """A fallback that promises not to stall the device runs on meta tensors, which have no values to read."""
     slots = {"positions": ints([[0, 5]], [[-1, 11]]), "page_indices": ints([3], [1]), "page_size": 4}
     calls = {
         "mla_decode": with_extra(sparse(format)) | {"sinks": normal(NUM_HEADS)},
@@ -567,7 +567,7 @@ def test_fallbacks_that_promise_it_wait_for_nothing(format: str) -> None:
         module.run(call, module.heuristic(call), None)
 
 
-# ---- the fallbacks' own workings
+# ---- inside the fallbacks
 
 
 @FORMATS
@@ -602,10 +602,10 @@ def test_no_more_rows_are_gathered_at_once_than_the_tile_says(format: str, monke
     monkeypatch.setattr(_latents.Rows, "at", counted)
     options = {"block_kv": 4}
     rt.mla_decode(**dense(format), options=options, backend="eager")
-    assert sum(gathered) == 9 + 4  # the keys that some query sees, those of the lost page not among them
+    assert sum(gathered) == 9 + 4  # the visible keys, except those of the page that does not exist
     gathered.clear()
     rt.ragged_mla_attention(**ragged(format), sliding_window=3, options=options, backend="eager")
-    assert sum(gathered) == 3 + 4  # a window of one query, and what four see of a page beside a lost one
+    assert sum(gathered) == 3 + 4  # one query's window of 3, and 4 keys beside the page that does not exist
     rt.mla_decode(**with_extra(sparse(format)), options=options, backend="eager")
     rt.sparse_mla_prefill(**prefill(format), options=options, backend="eager")
     assert max(gathered) <= 4
@@ -627,7 +627,7 @@ def test_caches_are_converted_in_pieces(format: str, chunk: int, monkeypatch: py
 
 @pytest.mark.parametrize(("backend", "block_kv"), [("eager", 2), ("eager", 100), ("numba", 8), ("numba", 32)])
 def test_what_nobody_selects_may_be_nan(backend: str, block_kv: int) -> None:
-    """Also next to lists that select nothing, or nothing of one of two caches."""
+    """NaN in unselected rows changes nothing, even if a list selects no row, or no row of one of two caches."""
     cache = torch.full((2, 4, 1, 48), torch.nan)
     cache[1, 2:] = normal(2, 1, 48)
     extra = torch.full((1, 3, 1, 48), torch.nan)

@@ -1,6 +1,6 @@
-"""The suite catches wrong kernels: each mutant below is the definition with one planted fault, and must fail.
+"""The suite catches wrong kernels: each mutant is the reference implementation with one planted fault and must fail.
 
-A mutant is a backend like one of another package, so this also shows that the suite judges those.
+A mutant is registered like another package's backend, so these tests also show that the suite can judge such backends.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ragged_attention.testing.varlen import suite as varlen_suite
 from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a mutant may let NaN through
 
 honest_attention, honest_visible, honest_attend = attention.ragged_paged_attention, attention.visible, attention.attend
 honest_largest = attention.largest_logit
@@ -32,7 +32,7 @@ honest_write, honest_merge = write.write_kv_pages, merge.merge_attention_states
 
 
 def attention_with(**pieces: Function) -> Function:
-    """The definition with some of its functions replaced."""
+    """The reference implementation with some of its functions replaced."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         with contextlib.ExitStack() as patches:
@@ -43,8 +43,8 @@ def attention_with(**pieces: Function) -> Function:
     return mutant
 
 
-def attention_given(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Function:
-    """The definition called with other arguments than it was given."""
+def attention_with_arguments(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Function:
+    """The reference implementation, called with changed arguments."""
     return lambda **arguments: honest_attention(**(arguments | change(arguments)))
 
 
@@ -76,7 +76,7 @@ def draft_mask_hides_earlier_keys(
 def draft_mask_and_causal(
     q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any
 ) -> Any:
-    """Only a mask that lets a token see a later one tells the difference."""
+    """The causal mask still applies. Only a draft mask that lets a token see a later one exposes this."""
     seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
     return seen & honest_visible(q_len, kv_len, valid, causal, window, None, ranges)
 
@@ -90,7 +90,7 @@ def with_other_ranges(change: Callable[[Any], Any]) -> Callable[[dict[str, Any]]
 
 
 def ranges_and_causal(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any) -> Any:
-    """Only a range beyond a query's own position tells the difference."""
+    """The causal mask still applies. Only a range beyond a query's own position exposes this."""
     seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
     return seen if ranges is None else seen & honest_visible(q_len, kv_len, valid, causal, window)
 
@@ -98,7 +98,7 @@ def ranges_and_causal(q_len: int, kv_len: int, valid: Any, causal: bool, window:
 def ranges_of_the_hull(
     q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any
 ) -> Any:
-    """All keys from a query's first to its last are seen, those between two ranges too."""
+    """A query sees all keys from its first to its last, including those between two ranges."""
     seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
     if ranges is None:
         return seen
@@ -107,7 +107,7 @@ def ranges_of_the_hull(
 
 
 def with_other_lists(change: Callable[[Any, int, dict[str, Any]], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """Of a call with lists of blocks, other lists, made of the lists, the size of a block and all arguments."""
+    """A change of arguments that replaces block lists with `change(lists, block_size, arguments)`, if there are any."""
 
     def changed(given: dict[str, Any]) -> dict[str, Any]:
         lists = given["selected"]
@@ -117,7 +117,7 @@ def with_other_lists(change: Callable[[Any, int, dict[str, Any]], Any]) -> Calla
 
 
 def blocks_of_32_bits(lists: Any, size: int, given: dict[str, Any]) -> Any:
-    """The first position of a block is computed in 32 bits."""
+    """The first position of a block overflows, because it is computed in 32 bits."""
     return (lists * size).astype(np.int32) // size
 
 
@@ -177,7 +177,7 @@ def the_own_block_is_seen_too(lists: Any, size: int, given: dict[str, Any]) -> A
 
 
 def times_seen(seen: Any, selected: Any, block_size: Any) -> Any:
-    """How often each query sees a key, if a block counts as often as a list names it."""
+    """How often each query sees a key, [H, q_len, kv_len], if a block counts once for each time a list names it."""
     if selected is None:
         return seen[None].astype(int)
     named = selected[..., None] == np.arange(seen.shape[1]) // block_size
@@ -219,7 +219,7 @@ def lse_in_base_two(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, s
 def masked_keys_weigh_nothing_times_nan(
     q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any
 ) -> Any:
-    """0 * NaN is NaN, so that values nobody reads leak through P @ V."""
+    """NaN in values that nobody sees leaks through P @ V, because 0 * NaN is NaN."""
     out, lse = honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     return out + np.zeros(seen.shape) @ v, lse
 
@@ -261,19 +261,19 @@ def slopes_have_the_wrong_sign(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def slopes_of_keys_from_the_first_new_token(q_len: int, kv_len: int, slope: float, *table: Any) -> Any:
-    """As vLLM counts: out is the same without sinks, lse is not."""
+    """Distances count from the first new token, as in vLLM. Without sinks this changes lse but not out."""
     return slope * (np.arange(kv_len) - (kv_len - q_len)) + honest_bias(q_len, kv_len, 0.0, *table)
 
 
 def tables_turn_round(q_len: int, kv_len: int, slope: float, table: Any, at_own: int) -> Any:
-    """The distance of a table has the wrong sign."""
+    """Distances in the relative bias table have the wrong sign."""
     if table is None:
         return honest_bias(q_len, kv_len, slope)
     return honest_bias(q_len, kv_len, slope, table[..., ::-1], table.shape[-1] - 1 - at_own)
 
 
 def tables_end_in_zero(q_len: int, kv_len: int, slope: float, table: Any, at_own: int) -> Any:
-    """Beyond the last column nothing is added."""
+    """Keys beyond the last column of the bias table get no bias."""
     bias = honest_bias(q_len, kv_len, slope, table, at_own)
     if table is None:
         return bias
@@ -284,7 +284,7 @@ def tables_end_in_zero(q_len: int, kv_len: int, slope: float, table: Any, at_own
 def slopes_before_the_cap(
     q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any
 ) -> Any:  # fmt: skip
-    """What the slopes add is capped too."""
+    """The soft cap is also applied to the bias of the slopes."""
     if cap is None:
         return honest_attend(q, k, v, seen, scale, cap, sink, *bias)
     capped = [cap * np.tanh(each / cap) for each in bias]
@@ -311,7 +311,7 @@ def negative_slots_wrap_around(*arguments: Any, **given: Any) -> Any:
 
 
 def codes_are_truncated(**given: Any) -> Any:
-    """Quantising cuts off instead of rounding to the nearest."""
+    """Quantising truncates instead of rounding to the nearest."""
     if given.get("cache_dtype") == "int8":
         with mock.patch.object(write, "encode", lambda values, name: encode(np.trunc(np.nan_to_num(values)), name)):
             return honest_write(**given)
@@ -378,13 +378,13 @@ ATTENTION: dict[str, Function] = {
         max_logits_of_hidden_keys, max_logits_of_magnitudes, max_logits_of_queries_that_see_the_first_key,
     )
 } | {
-    mutant.__name__: attention_given(mutant)
+    mutant.__name__: attention_with_arguments(mutant)
     for mutant in (
         next_page_of_the_table, tail_keys_skipped, scale_of_v_forgotten, scale_of_k_is_the_first_heads,
         num_seqs_ignored, slopes_are_ignored, slopes_have_the_wrong_sign,
     )
 } | {
-    name: attention_given(with_other_ranges(change))
+    name: attention_with_arguments(with_other_ranges(change))
     for name, change in {
         "ranges_include_their_end": lambda ranges: np.add(ranges, [0, 1]),
         "ranges_exclude_their_begin": lambda ranges: np.add(ranges, [1, 0]),
@@ -393,7 +393,7 @@ ATTENTION: dict[str, Function] = {
         "empty_ranges_turn_round": lambda ranges: np.sort(ranges, axis=-1),
     }.items()
 } | {
-    change.__name__: attention_given(with_other_lists(change))
+    change.__name__: attention_with_arguments(with_other_lists(change))
     for change in (
         blocks_of_32_bits, only_blocks_at_the_start_of_a_list, one_list_for_all_heads, lists_of_the_next_query,
         the_own_block_is_seen_too,
@@ -415,7 +415,7 @@ MERGE = {
 
 
 def paged(checks: Iterable[Check]) -> list[Check]:
-    """Those of the checks that are about paged attention, writes and merges."""
+    """The checks of paged attention, writes and merges: all except those of the latent and packed suites."""
     others = {
         check.name
         for of in (mla_suite, varlen_suite)
@@ -426,7 +426,7 @@ def paged(checks: Iterable[Check]) -> list[Check]:
 
 
 def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
-    """The positive control: planted without a fault, nothing fails."""
+    """The positive control: the reference implementation, planted as a backend, passes all checks."""
     for checks in (corners, agreement, laws):
         assert list(failures(plant(), paged(checks()), 10)) == []
 
@@ -448,7 +448,7 @@ def test_a_wrong_merge_is_caught(plant: Callable[..., Runner], name: str) -> Non
     assert any(failures(plant(merge_attention_states=MERGE[name]), paged(corners()), 1))
 
 
-# Mutants that a law, which asks no oracle, shows to be wrong; the law by the beginning of its name.
+# Mutants that fail a law, which needs no reference results, and the beginning of that law's name.
 NOTICED = {
     "causal_mask_hides_the_own_key": "a query that sees no key",
     "sink_once_for_each_of_two_splits": "sinks take their share",

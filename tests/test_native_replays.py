@@ -1,4 +1,4 @@
-"""Replays of calls of the kernels for CPUs: they give the same bits and errors as calls through the launcher."""
+"""Replayed calls of the CPU kernels give the same bits and errors as calls through the launcher."""
 
 import contextlib
 import sys
@@ -33,11 +33,11 @@ def offered(operation: str) -> bool:
     return True
 
 
-# ---- every operation, both ways
+# ---- every operation, launched and replayed
 
 
 def copied(value: Any) -> Any:
-    """An argument with copies of its tensors in storages of their own, which are laid out alike."""
+    """An argument with copies of its tensors, in separate storages with the same strides and offsets."""
     if isinstance(value, tuple):
         return tuple(map(copied, value))
     if not isinstance(value, torch.Tensor):
@@ -65,7 +65,7 @@ def expect_equal(found: Any, wanted: Any, operation: str) -> None:
 
 
 class BothWays:
-    """In the place of `_plan.execute`: runs each call anew and twice by a replay, and compares what they write."""
+    """A stand-in for `_plan.execute`. It runs a call once unrecorded and twice by replay, and compares the results."""
 
     def __init__(self) -> None:
         self.execute, self.replayed = _plan.execute, set[str]()
@@ -120,7 +120,7 @@ def anew(call: Any) -> Any:
 
 @contextlib.contextmanager
 def runs_of_the_backend() -> Iterator[list[Any]]:
-    """The calls that run the backend's Python meanwhile."""
+    """A context that yields the list of calls that run the backend's Python code inside it."""
     with mock.patch.object(merge_attention_states, "run", wraps=merge_attention_states.run) as run:
         found: list[Any] = []
         run.side_effect = lambda *given: found.append(given) or mock.DEFAULT
@@ -144,7 +144,7 @@ def test_a_copied_operand_is_copied_by_every_call() -> None:
     with runs_of_the_backend() as runs:
         for _ in range(3):
             expect_equal(merge(outs, lses, backend="numba"), wanted, "merge_attention_states")
-    assert len(runs) == 4  # one of them was to be recorded
+    assert len(runs) == 4  # three runs, plus a failed attempt to record one
     (plan,) = _plan._plans.values()
     assert list(plan.recordings.values()) == [None]
 
@@ -158,7 +158,7 @@ def attention() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def threads_of_calls() -> Iterator[list[int]]:
-    """The numbers of threads in the records of the calls meanwhile."""
+    """A context that yields the thread counts of the kernel calls made inside it."""
     found, run = [], _kernels.Kernel._run
 
     def noting(kernel: Any, reference: Any, stream: Any) -> int:
@@ -187,7 +187,7 @@ def test_a_replay_writes_to_out() -> None:
     given = attention()
     wanted = ragged_paged_attention(*given, backend="numba")
     out = torch.full_like(wanted, torch.nan)
-    apart = torch.full((3, 4, 64), torch.nan)[..., ::2]  # which kernels cannot write
+    apart = torch.full((3, 4, 64), torch.nan)[..., ::2]  # kernels cannot write strided results
     for memory in (out, apart):
         found, lse = ragged_paged_attention(*given, out=memory, return_lse=True, backend="numba")
         assert found is memory
@@ -198,7 +198,7 @@ def test_a_replay_writes_to_out() -> None:
 
 
 def test_results_of_replays_lie_in_guarded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the check of memory safety asks for."""
+    """Replays allocate results through `torch.empty`, so the memory safety check can guard them."""
     given = attention()
     wanted = ragged_paged_attention(*given, backend="numba")
     monkeypatch.setattr(_replay, "torch", GuardedModule(torch, "end"))

@@ -1,4 +1,4 @@
-"""The fused step before attention against other projects' functions, on the tensors of a model."""
+"""The fused step before attention agrees with other projects' functions, on tensors as in a model."""
 
 import pytest
 
@@ -16,7 +16,7 @@ BACKENDS = ("reference", "eager", "numba")
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_queries_and_keys_are_those_of_qwen3(backend):
-    """Its norm of heads and its rotary embedding, in float32; the arguments are views of one tensor."""
+    """The results equal Qwen3's head norm and rotary embedding in float32, for views of one qkv tensor."""
     torch.manual_seed(3)
     qkv, positions = torch.randn(5, 8 * 32), torch.tensor([0, 3, 7, 1, 9])
     q, k, v = (part.view(5, -1, 32) for part in qkv.split([4 * 32, 2 * 32, 2 * 32], -1))

@@ -1,4 +1,4 @@
-"""Sequences past `num_seqs`, an array, do not exist: no value of theirs in an index array changes a result.
+"""Sequences past the array `num_seqs` do not exist: none of their values in the index arrays changes a result.
 
 A case is a backend, `num_seqs`, the number S of sequences in the arrays, and the values after the last live sequence:
 zeros, as many schedulers pad, or garbage. The expected result is computed from the live sequences alone.
@@ -19,9 +19,9 @@ from ragged_attention.reference.ragged_paged_attention import ragged_paged_atten
 from ragged_attention.testing import tpu_interpreter
 
 PAGE_SIZE, PAGES_PER_SEQ, HEADS, DIM = 4, 3, 2, 16
-# Counts below 0 and above S are as 0 and S.
+# Counts below 0 mean 0, and counts above S mean S.
 COUNTS = [(count, size) for size in (1, 3, 16) for count in sorted({-7, 0, 1, size // 2, size - 1, size, size + 3})]
-FEW = [(0, 16), (1, 16), (10, 16)]  # where each call takes long
+FEW = [(0, 16), (1, 16), (10, 16)]  # for backends whose calls are slow
 INT32 = np.iinfo(np.int32)
 TAILS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]] = {
     "zeros": lambda rng, shape: np.zeros(shape),
@@ -30,7 +30,7 @@ TAILS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]]
 
 
 class Batch(NamedTuple):
-    """Arrays of a call, S sequences long, and how many of these are live; the tokens of the others are padding."""
+    """The arrays of a call, for S sequences, and the number of live sequences. Tokens of the others are padding."""
 
     q: NDArray[Any]
     new: tuple[NDArray[Any], NDArray[Any]]
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(count: int, size: int, tail: str) -> Batch:
-    """Shapes follow from `size` alone, so that a compiler has one program for all counts."""
+    """A batch of `size` sequences with `num_seqs=count`. All counts share their shapes, so one compiled program."""
     rng = np.random.default_rng(size)
     tokens, num_pages, live = 3 * size + 2, PAGES_PER_SEQ * size, min(max(count, 0), size)
     q_lens = np.arange(size) * 2 % 4 + 1 - (np.arange(size) % 5 == 4)  # 1, 3, 1, 3, 0, 3, 1, ...
@@ -65,8 +65,8 @@ def batch_of(count: int, size: int, tail: str) -> Batch:
     return Batch(q, (k, v), pages, **{name: table.astype(np.int32) for name, table in tables.items()}, num_seqs=count)
 
 
-def written(batch: Batch) -> NDArray[Any]:
-    """The pages with the new tokens of live sequences, one after another."""
+def expected_pages(batch: Batch) -> NDArray[Any]:
+    """The expected pages: those of the batch, with the new tokens of the live sequences written one by one."""
     pages = batch.kv_pages.copy()
     for seq in range(batch.live):
         start, stop = batch.cu_q_lens[seq : seq + 2]
@@ -77,8 +77,8 @@ def written(batch: Batch) -> NDArray[Any]:
     return pages
 
 
-def attended(batch: Batch, kv_pages: Any) -> list[NDArray[Any]]:
-    """Out and lse, from tables that hold nothing but the live sequences."""
+def expected_results(batch: Batch, kv_pages: Any) -> list[NDArray[Any]]:
+    """The expected out and lse, computed from tables that hold only the live sequences."""
     live = batch.live
     return definition(
         batch.q, kv_pages, batch.kv_lens[:live], batch.page_indices[:live], batch.cu_q_lens[: live + 1], return_lse=True
@@ -86,7 +86,7 @@ def attended(batch: Batch, kv_pages: Any) -> list[NDArray[Any]]:
 
 
 class Backend(NamedTuple):
-    """A backend, called through a front end; `around` each call it is in that context."""
+    """A backend, the front end through which it is called, and the context `around` each call."""
 
     framework: str
     name: str
@@ -95,7 +95,7 @@ class Backend(NamedTuple):
     counts: list[tuple[int, int]] = COUNTS
 
     def call(self, operation: str, *arrays: Any, **others: Any) -> list[NDArray[Any]]:
-        """The operation's results, given NumPy arrays."""
+        """The operation's results as NumPy arrays, for NumPy arrays."""
         function = getattr(importlib.import_module(f"ragged_attention.{self.framework}"), operation)
         given = [self._bring(array) for array in arrays]
         others = {name: self._bring(value) for name, value in others.items()}
@@ -134,7 +134,7 @@ UNFUSED = [name for name in BACKENDS if "fused" not in name]
 
 
 def each_case(names: Iterable[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Parametrise a test by the names of backends and the arguments of `batch_of`."""
+    """A decorator that parametrises a test by backend names and by arguments of `batch_of`."""
     cases = [
         pytest.param(name, (count, size, tail), id=f"{name}-{count} of {size}-{tail}")
         for name in names
@@ -175,28 +175,28 @@ def tables_of(batch: Batch) -> dict[str, NDArray[Any]]:
 @each_case(UNFUSED)
 def test_attention_is_that_of_the_live_sequences(backend: Backend, batch: Batch) -> None:
     found = backend.call("ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True)
-    close(found, attended(batch, batch.kv_pages))
+    close(found, expected_results(batch, batch.kv_pages))
 
 
 @each_case(UNFUSED)
 def test_the_tokens_of_the_live_sequences_are_written(backend: Backend, batch: Batch) -> None:
     found = backend.call("write_kv_pages", *batch.new, batch.kv_pages, **tables_of(batch))
-    close(found, [written(batch)])
+    close(found, [expected_pages(batch)])
 
 
 @each_case(UNFUSED)
 def test_attention_over_latents_is_that_of_the_live_sequences(backend: Backend, batch: Batch) -> None:
-    """Before and after this step's rows are written; a cache of K alone is one of latents."""
+    """Results are right before and after this step's rows are written. The cache is made of the K pages alone."""
     steps: list[tuple[Any, dict[str, Any]]] = [(batch.kv_pages, {})]
     if dispatch.backends_offering("write_mla_cache", backend.name):
-        steps.append((written(batch), {"new_kv": batch.new[0]}))
+        steps.append((expected_pages(batch), {"new_kv": batch.new[0]}))
     for pages, more in steps:
         found = backend.call(
             "ragged_mla_attention", batch.q, np.ascontiguousarray(batch.kv_pages[:, :, :1]), **tables_of(batch),
             d_v=DIM, return_lse=True, **more,
         )  # fmt: skip
         cache = pages[:, :, :1]
-        close(found, [*attended(batch, (cache, cache)), *([cache] if more else [])])
+        close(found, [*expected_results(batch, (cache, cache)), *([cache] if more else [])])
 
 
 @each_case(BACKENDS)
@@ -205,5 +205,5 @@ def test_an_update_writes_those_and_attends_to_them(backend: Backend, batch: Bat
         "ragged_paged_attention", batch.q, batch.kv_pages, **tables_of(batch), return_lse=True, new_kv=batch.new,
         options=backend.options,
     )  # fmt: skip
-    pages = written(batch)
-    close(found, [*attended(batch, pages), pages])
+    pages = expected_pages(batch)
+    close(found, [*expected_results(batch, pages), pages])

@@ -1,4 +1,4 @@
-"""Kernels that begin before the one that they follow has ended wait for it where they have to, read in their PTX."""
+"""A kernel that starts before its predecessor has ended waits for it before it reads its results, as its PTX shows."""
 
 import json
 
@@ -10,8 +10,11 @@ READS = ["memory", "ret"]
 
 
 def test_kernels_wait_for_what_they_read() -> None:
-    """The combine kernel before it touches memory; the split kernel, which reads nothing of the tile kernel, before it
-    ends, so that whoever waits for it finds those rows too. What is launched first begins when all before has ended."""
+    """The combine kernel waits for its predecessor before it touches memory.
+
+    The split kernel reads no result of the tile kernel. It waits only before it ends, so a kernel that waits for the
+    split kernel also finds the rows of the tile kernel. The first kernel of a call starts after all earlier work.
+    """
     pytest.importorskip("triton")
     said = json.loads(printed("-m", "tests.overlapping_kernels"))
     assert said["mixed, sm_90"] == [

@@ -1,4 +1,4 @@
-"""Paged decode and chunked prefill on TPUs: how a launch is cut, which options are valid, what is declined and why."""
+"""Paged decode and chunked prefill on TPUs: how launches are divided, valid options, and reasons to decline a call."""
 
 import dataclasses
 import re
@@ -22,7 +22,7 @@ MEGACORE = dataclasses.replace(TPU, num_multiprocessors=2)
 KERNELS = {"paged_attention": paged_attention, "prefill_attention": prefill_attention}
 
 
-# The mode in which races are looked for, and both in the larger profiles.
+# The mode that detects races; the larger profiles run both modes.
 MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
 
 

@@ -1,4 +1,4 @@
-"""The indexer on TPUs: tiles' limits, what is refused, how calls become tiles and pieces, choices of long rows."""
+"""The indexer on TPUs: limits of tiles, refused calls, division into tiles and pieces, and top-k of long rows."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ def test_rows_of_logits_that_do_not_fit_are_refused() -> None:
     ("sample", "queries", "keys"),
     [
         ({}, 1, 512),  # a decode
-        ({"num_tokens": 96}, 4, 512),  # with drafts
+        ({"num_tokens": 96}, 4, 512),  # a decode with drafts
         ({"num_tokens": 4096, "max_num_seqs": 4}, 8, 512),
         ({"num_tokens": 4096, "max_num_seqs": 4, "num_q_heads": 65}, 8, 256),
         ({"packed": True, "max_len": 100, "max_num_seqs": 1}, 8, 128),
@@ -84,7 +84,7 @@ def test_tiles_follow_from_shapes(sample: dict[str, Any], queries: int, keys: in
     [(64, 512, 64, 8), (16, 512, 16, 32), (1024, 512, 256, 2), (48, 384, 16, 8), (64, 384, 64, 2), (16, 4096, 16, 32)],
 )
 def test_keys_are_fetched_in_pieces_of_pages(page_size: int, size: int, unit: int, count: int) -> None:
-    """As many to a block as a word has bits, and whole registers of columns."""
+    """A page is fetched in pieces of a power of two of keys, and the pieces of a block fill whole registers."""
     call = _paged(page_size)
     pieces = _indexer.pieces_of(call, indexer_logits.Tile(num_keys_per_block=size))
     assert pieces.keys.shape[1:] == (unit, 16)
@@ -104,7 +104,7 @@ def test_keys_of_small_pages_are_put_together(page_size: int) -> None:
 
 
 def _paged(page_size: int) -> Any:
-    """A sequence of pages 2, one that does not exist, and 0."""
+    """A call with one sequence in pages 2, 7 and 0, of which page 7 does not exist."""
     keys = jnp.zeros((3, page_size, 16))
     return IndexerLogits(
         q=jnp.zeros((1, 2, 16)), keys=keys, weights=jnp.zeros((1, 2)), page_indices=jnp.array([[2, 7, 0]], jnp.int32),
@@ -115,7 +115,7 @@ def _paged(page_size: int) -> Any:
 @pytest.mark.parametrize("edges", [[0, 7, 3, 9, 12], [-5, 2, 2, 99, 4], [9, 8, 7, 6, 5], [3, 3, 3, 3, 3]])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_no_edges_lead_outside(edges: list[int], rows: int) -> None:
-    """Whatever `cu_q_lens` holds: tokens and sequences that there are, rows of theirs, columns that there are."""
+    """For any `cu_q_lens`, the tiles' tokens, sequences, columns and rows are within their arrays."""
     call = IndexerLogits(
         q=jnp.zeros((12, 1, 16)), keys=jnp.zeros((2, 16, 16)), weights=jnp.zeros((12, 1)), device=TPU,
         page_indices=jnp.zeros((4, 3), jnp.int32), kv_lens=jnp.array([2**31 - 1, -7, 40, 3], jnp.int32),
@@ -129,7 +129,7 @@ def test_no_edges_lead_outside(edges: list[int], rows: int) -> None:
 
 
 def test_a_choice_among_many_equal_numbers_is_exact() -> None:
-    """Equal ones at both ends of blocks of lines and of groups of places."""
+    """Top-k among many equal logits is exact, also at the borders of the kernel's blocks."""
     rng = np.random.default_rng(0)
     logits = rng.integers(0, 3, (3, 40000)).astype(np.float32)
     starts, stops = jnp.array([0, 17, 39990], jnp.int32), jnp.array([40000, 39000, 40000], jnp.int32)
@@ -142,7 +142,7 @@ def test_a_choice_among_many_equal_numbers_is_exact() -> None:
         np.testing.assert_array_equal(found, np.pad(np.sort(best), (0, 1500 - len(best)), constant_values=-1))
 
 
-# The mode in which races are looked for, and both in the larger profiles.
+# The mode that detects races; the larger profiles run both modes.
 MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
 
 

@@ -1,4 +1,4 @@
-"""Latent attention on TPUs: tiles' limits, what is refused, how small floats are decoded, lists of several chunks."""
+"""Latent attention on TPUs: limits of tiles, refused calls, decoding of small floats, and lists of several chunks."""
 
 import dataclasses
 import re
@@ -110,7 +110,7 @@ def test_lengths_of_careful_weights_have_limits() -> None:
     [
         ({"num_tokens": 32, "max_num_seqs": 32}, 1),  # a decode
         ({"num_tokens": 512, "max_num_seqs": 65, "num_q_heads": 16}, 8),
-        ({"num_tokens": 512, "max_num_seqs": 4, "num_q_heads": 16}, 16),  # no more than 256 rows
+        ({"num_tokens": 512, "max_num_seqs": 4, "num_q_heads": 16}, 16),  # limited to 256 rows
         ({"num_tokens": 512, "max_num_seqs": 4, "num_q_heads": 600}, 1),
     ],
 )
@@ -167,7 +167,7 @@ def test_more_rows_than_int32_counts_are_refused() -> None:
 
 
 def test_a_table_may_list_more_positions_than_int32_counts() -> None:
-    """Its last pages are never reached: no position of theirs wraps around to a small one."""
+    """A table may list more positions than int32 can count. The last pages' positions do not wrap to small ones."""
     cache, table = jnp.zeros((1, 2**20, 1, 8)), jnp.zeros((1, 2**11 + 1), jnp.int32)
     pieces = _latent.whole_pages(cache, table, jnp.array([300], jnp.int32), piece_rows=256).pieces
     assert pieces.shape == (1, (2**11 + 1) * 2**12)
@@ -189,12 +189,12 @@ def test_layouts_are_those_of_rows_that_share_words() -> None:
     assert _latent.row_layout(jnp.bfloat16, rank=3).major_to_minor == (1, 0, 2)
 
 
-# Index arrays of sequences that are empty, of padding on both sides, and of none.
+# `cu_q_lens` with empty sequences, with padding on both sides, without tokens, and with invalid values.
 EDGES = [
     (0, 5, 5, 6, 21),
     (3, 3, 9, 10, 18),
     (0, 0, 0),
-    (9, 4, 25, -3),  # not ascending, outside
+    (9, 4, 25, -3),  # not ascending, and out of range
     (2**31 - 1, -(2**31), 7),
 ]
 
@@ -214,13 +214,13 @@ def test_each_token_of_a_sequence_has_one_job(edges: tuple[int, ...], size: int,
         core = index // (len(jobs.lists) // cores)
         assert 0 <= tile < tiles
         assert tile % cores == core
-        assert last.get(core, -1) <= tile  # a tile's jobs follow each other
+        assert last.get(core, -1) <= tile  # a tile's jobs are consecutive
         last[core] = tile
         for offset in range(begin, end):
             token = tile * size + offset
             assert token not in owned
             owned[token] = (which, position + offset)
-    assert {*np.asarray(jobs.tiles)} == set(range(tiles))  # whose rows are all stored
+    assert {*np.asarray(jobs.tiles)} == set(range(tiles))  # all tiles' rows are stored
     lists, positions = np.asarray(tokens.lists), np.asarray(tokens.positions)
     assert owned == {token: (lists[token], positions[token]) for token in range(num_tokens) if lists[token] >= 0}
 
@@ -241,7 +241,7 @@ def test_equal_counts_of_whole_tiles_have_no_job_too_many() -> None:
 
 @pytest.mark.parametrize(("dtype", "exponent"), [("float8_e4m3fn", 4), ("float8_e5m2", 5), ("float16", 5)])
 def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None:
-    """Integer arithmetic, since not every TPU has these floats, and none has numbers below the normal ones."""
+    """Decoding by integer arithmetic is exact. Not every TPU has these dtypes, and none has subnormal numbers."""
     bits = jnp.dtype(dtype).itemsize * 8
     codes = np.arange(2**bits, dtype=np.int32).reshape(-1, 128)
 
@@ -260,7 +260,7 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["fp8_v41", "fp4_v41"])
 def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str) -> None:
-    """Products with the scales of these formats are exact in bfloat16 too; columns are where the queries' are."""
+    """Every code times every scale is exact, also in bfloat16. The columns are in the order of the queries' columns."""
     layout = CACHE_FORMATS[form]
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], layout.scale_bytes, axis=1)
     values = np.resize(np.arange(256, dtype=np.uint8), (256, layout.value_bytes))
@@ -276,9 +276,9 @@ def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str)
         got = pl.pallas_call(kernel, out_shape=shape)(rows.astype(np.int32))
     with np.errstate(over="ignore"):
         want = dequantize_mla_cache(rows[:, None, None], form)[:, 0, 0].astype(np.float32)
-    want[np.abs(want) < np.finfo(np.float32).smallest_normal] = 0  # some devices have no smaller numbers
+    want[np.abs(want) < np.finfo(np.float32).smallest_normal] = 0  # some devices have no subnormal numbers
     if form == "fp8_v41":
-        want[0] *= 0  # which as a scale means such a number
+        want[0] *= 0  # scale code 0 is itself a subnormal number
     got = np.array(_latent_rows.restore(got, layout, layout.width))
     got[np.abs(got) < np.finfo(np.float32).smallest_normal] = 0
     np.testing.assert_array_equal(got, want)
@@ -286,7 +286,7 @@ def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str)
     np.testing.assert_array_equal(_latent_rows.restore(columns, layout, 64), np.arange(64))
 
 
-# The mode in which races are looked for, and both in the larger profiles.
+# The mode that detects races; the larger profiles run both modes.
 MODES = ["on_wait", "eager"][: 2 if examples_of() > PROFILES["dev"] else 1]
 
 

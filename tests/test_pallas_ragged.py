@@ -1,4 +1,4 @@
-"""Ragged paged attention on TPUs: tiles' limits, what is refused, tables that are taken in pieces."""
+"""Ragged paged attention on TPUs: limits of tiles, refused calls, and page tables that are read in pieces."""
 
 import dataclasses
 import importlib
@@ -102,8 +102,8 @@ HEADS_AND_PAGES = [(1, 16), (2, 3), (3, 24), (8, 16), (8, 7), (40, 4), (100, 2),
 def test_each_row_of_a_part_finds_its_scales(
     monkeypatch: pytest.MonkeyPatch, heads: int, page_size: int, block_q: int
 ) -> None:
-    """Lines of pages, read as the kernel reads them, are the scales in the order of the operands' rows."""
-    monkeypatch.setattr(pltpu, "roll", jax.numpy.roll)  # which only kernels have
+    """Scales read from lines, as the kernel reads them, are in the order of the operand's rows."""
+    monkeypatch.setattr(pltpu, "roll", jax.numpy.roll)  # `pltpu.roll` works only inside kernels
     rng = np.random.default_rng(page_size)
     call = _call(num_q_heads=heads, num_kv_heads=heads, page_size=page_size, kv_format="int8_token_head", max_len=600)
     plan = room.plan_of(call, room.Tile(num_kv_pages_per_block=-(-512 // page_size)), block_q, 32)
@@ -145,14 +145,14 @@ def test_a_table_beyond_scalar_memory_is_taken_in_pieces() -> None:
 
 
 def test_blocks_between_ranges_are_left_out() -> None:
-    """The blocks that a tile visits, if each query sees a prefix and a window, or nothing, beside rows of padding."""
+    """A tile visits no block between two ranges: here a prefix and a window per query, then queries without keys."""
     call = _call(num_tokens=40, max_num_seqs=2, max_len=4096, key_ranges=2)
     plan = room.plan_of(call, room.Tile(num_kv_pages_per_block=16, num_queries_per_block=16), 16, 40)
     assert plan.block == 256
     starts, q_lens, kv_lens = (np.array(each, np.int32) for each in ([0, 20], [20, 17], [4000, 700]))
     seqs = kernel.Sequences(starts, q_lens, kv_lens, None)
     ranges = np.array([[[0, 300], [3600 + row, 3700 + row]] for row in range(20)] + [[[5, 5], [9, 2]]] * 20, np.int32)
-    ranges[37:] = [[0, 4000], [-9, 9]]  # nobody's
+    ranges[37:] = [[0, 4000], [-9, 9]]  # padding rows
     found, rows = ranges_of(plan, seqs, q_lens > 1, jax.numpy.asarray(ranges))
     assert (found.first_tiles.tolist(), rows.shape[1:]) == ([0, 2], (4, plan.rows))
     assert not rows[2:].any()

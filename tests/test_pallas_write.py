@@ -1,4 +1,4 @@
-"""Writing into the pages on a TPU: what is copied together, what is not copied at all, and that nothing else moves."""
+"""Writes into pages on a TPU: runs of slots are copied together, skipped slots are not, and no page is copied."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def test_runs_and_slots_that_come_twice_are_written_without_a_race(mode):
 @pytest.mark.parametrize("block", [1, 4, 7, 32])
 @pytest.mark.parametrize("run", [1, 3, 8])
 def test_codes_send_each_slot_of_a_block_once(block, run):
-    """What the kernel does with the codes, done here one by one, is what the slots ask for."""
+    """Following the kernel's codes one by one writes each token to its slot, and only once."""
     run = min(run, block)
     rng = np.random.default_rng(block)
     slots = rng.integers(-1, 40, 50).astype(np.int32)
@@ -77,7 +77,7 @@ def test_a_block_of_tokens_fits_vector_memory(sample, tokens):
 
 @pytest.mark.parametrize("split", [False, True])
 def test_pages_are_written_where_they_lie(split):
-    """The lowered call gives its pages' memory to its results; that XLA adds no copy is seen in `make tpu-compile`."""
+    """The lowered call aliases its results to its pages. `make tpu-compile` shows that XLA adds no copy."""
     sharding, shape = jax.sharding, jax.ShapeDtypeStruct
     new, slots = shape((64, 8, 128), "bfloat16"), shape((64,), "int32")
     pages = [shape((100, 16, 8 if split else 16, 128), "bfloat16")] * (2 if split else 1)
