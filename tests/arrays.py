@@ -1,4 +1,4 @@
-"""NumPy arrays of small numbers, from which tests build their arguments."""
+"""NumPy arrays of small numbers, which tests use as arguments."""
 
 from typing import Any
 
@@ -6,5 +6,5 @@ import numpy as np
 
 
 def ints(*values: Any) -> np.ndarray:
-    """An int32 array of numbers or rows."""
+    """An int32 array whose elements are the given numbers or rows."""
     return np.array(values, np.int32)

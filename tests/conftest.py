@@ -1,4 +1,4 @@
-"""Options, backends, tiers and examples for the whole test suite; a CPU runs Triton by its interpreter."""
+"""Options, backends, tiers and examples for the whole test suite; on a CPU, Triton's interpreter runs its kernels."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -35,11 +35,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # thousands of tests are no garbage, and to look at them again and again takes time
+    gc.freeze()  # the thousands of collected tests stay alive, and scanning them in each collection takes time
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # else what the tests hold of Triton is there to the end, and nanobind lists it as leaked
+    gc.unfreeze()  # otherwise Triton's objects that tests hold survive until exit, and nanobind reports leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,7 +49,7 @@ def quick_interpreter() -> None:
 
 @pytest.fixture(autouse=True)
 def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests start without the requests of whoever runs them."""
+    """Start each test without the RAGGED_ATTENTION_* settings of the person who runs the tests."""
     for name in ("BACKEND", "CONFIG", "VALIDATE", "BATCH_INVARIANT"):
         monkeypatch.delenv(f"RAGGED_ATTENTION_{name}", raising=False)
     reload_config()
@@ -57,7 +57,7 @@ def no_requests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The registry of a stand-in for vLLM, which is installed for the test."""
+    """The registry of a fake vLLM, which is installed for the duration of the test."""
     from tests import vllm_fakes  # needs torch
 
     monkeypatch.delenv("RAGGED_ATTENTION_VLLM_CPU", raising=False)
@@ -67,7 +67,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def setting() -> Iterator[Callable[[str, Any], None]]:
-    """Sets an option of jax for the test."""
+    """A function that sets an option of jax for the duration of the test."""
     import jax
 
     before: dict[str, Any] = {}

@@ -1,8 +1,9 @@
-"""Our own CUDA kernels with one planted fault each, for the emulation and the suite to catch.
+"""Mutants of our own CUDA kernels, each with one planted fault that the emulation or the suite must catch.
 
-`build` puts one of them into a folder and the cache. As a script, `python -m tests.cuda_mutants NAME FOLDER` judges it
-there and prints which check failed, nothing if none did; `--sanitized`: it was built with ThreadSanitizer. Only the
-kernel that has the fault is built, for the width that shows it.
+`build` writes a mutant's sources to a folder and puts its library into the cache. As a script,
+`python -m tests.cuda_mutants NAME FOLDER` checks the mutant that was built there and prints the check that failed, or
+nothing if none did. Add `--sanitized` if it was built with ThreadSanitizer. Only the kernel that has the fault is
+built, for the width that shows it.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from ragged_attention.testing.cuda_emulator import EmulatedRunner
 from ragged_attention.testing.suite import checks
 
 SOURCES = Path(__file__).parent.parent / "kernels_cuda" / "csrc"
-# One kernel of each kind with its body, and the checks that it is judged by.
+# For each kind of mutant: the kernel's unit, its header and its class.
 UNITS = {
     "dense": ("mla_decode_dense", "seesaw", "Seesaw<bf16, 576, false>"),
     "lists": ("sparse_mla_prefill", "seesaw", "Seesaw<bf16, 576, true>"),
@@ -27,7 +28,7 @@ UNITS = {
     "v41": ("mla_decode_sparse_v41", "v41", "V41"),
     "narrow": ("mla_decode_sparse_fp8_narrow", "narrow", "Narrow<2, false>"),
 }
-# `fp8_v32` caches have two kernels: each kind of build has one, which then runs all such calls.
+# `fp8_v32` caches have two kernels. Each kind of mutant builds one of them, which then runs all such calls.
 FP8 = {"fp8": "ra_mla_decode_sparse_fp8", "narrow": "ra_mla_decode_sparse_fp8_narrow"}
 CHECKS = {
     "dense": (
@@ -68,7 +69,7 @@ CHECKS = {
         "corner: latent decode, fp8_v32, scales far apart",
     ),
 }
-# What is kept of the library: one kernel, the schedule and what a caller may ask, in one file, which compiles soonest.
+# The reduced library: one kernel, the schedule and the query functions, in one file because that compiles fastest.
 WHOLE = """
 #include "sm90/launch.h"
 #include "sm90/{body}.h"
@@ -80,7 +81,7 @@ NONE = '#include "api.h"\nextern "C" int ra_{unit}(RaLatent const*, void*) {{ re
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A header, the text in it that is replaced wherever it stands, and the kind of kernel that is built with it."""
+    """A header, the text that is replaced wherever it occurs in it, and the kind of kernel that is built with it."""
 
     file: str
     honest: str
@@ -97,7 +98,7 @@ class Mutant:
 
 HONEST = {f"honest {kind}": Mutant("api.h", "#pragma once", "#pragma once", kind) for kind in UNITS}
 MUTANTS = {
-    # Barriers, phases, bytes.
+    # Faults in barriers, phases and byte counts.
     "a stage is filled a turn early": Mutant(
         "sm90/seesaw.h", "s.empty[S][H].wait((turn & 1) ^ 1);", "s.empty[S][H].wait(turn & 1);"
     ),
@@ -113,17 +114,18 @@ MUTANTS = {
         "sm90/latent.h", "if (op::fresh_tid() % 32 == 0) bar.arrive();", "bar.arrive();"
     ),
     "queries are not waited for": Mutant("sm90/seesaw.h", "        s.q_full.wait(phases >> 2);\n", ""),
-    # What each proxy sees.
+    # Missing fences between the generic and the async proxy.
     "copies are not fenced": Mutant(
         "sm90/seesaw.h", "      op::fence_async_shared();  // cp.async writes through the generic proxy\n", "", "lists"
     ),
-    # Products that are late are computed after the fence that the reader puts for the rest.
+    # This mutant needs eager products: late ones are computed after the fence that the reader issues for the rotary
+    # columns.
     "codes are not fenced": Mutant(
         "sm90/fp8_decode.h", "    op::fence_async_shared();\n    s.full[stage][H]", "    s.full[stage][H]", "fp8",
         mode="eager",
     ),
     "products are not waited for": Mutant("sm90/seesaw.h", "      op::wgmma_wait<0>(tSrS);\n", ""),
-    # Arithmetic.
+    # Faults in arithmetic and addresses.
     "one key too many": Mutant("sm90/seesaw.h", "first + column < limit[r]", "first + column <= limit[r]"),
     "the output is not rescaled": Mutant("sm90/seesaw.h", "      Parent::rescale(factor);\n", ""),
     "the wrong half of the values": Mutant(
@@ -181,7 +183,7 @@ MUTANTS = {
     "partial results of few heads are not waited for": Mutant(
         "sm90/narrow_combine.h", "    op::wait_for_previous_grid();\n", "", "narrow"
     ),
-    # The kernel for few heads.
+    # Faults in the kernel for few heads.
     "rows are read before they are there": Mutant(
         "sm90/narrow.h", "          s.full[stage].wait(turn / kStages & 1);\n", "", "narrow"
     ),
@@ -230,7 +232,7 @@ MUTANTS = {
         "(s.slot[from + i] < 0 ? 0.f : 1.f)",
         "narrow",
     ),
-    # Caches of 2026.
+    # Faults in the kernel for the cache formats of 2026.
     "the format of the first cache is the second's": Mutant(
         "sm90/v41.h", "rows.extra ? plan.call.extra_format : plan.call.format", "plan.call.format", "v41"
     ),
@@ -245,7 +247,8 @@ MUTANTS = {
         "sm90/latent.h", " * float(kLog2e) - reference[R])", " * float(kLog2e))"
     ),
 }  # fmt: skip
-# What no result tells, since here the threads of a block come by luck in a good order: ThreadSanitizer does.
+# Faults that no result shows, because in the emulation the threads of a block happen to run in a good order.
+# ThreadSanitizer reports them.
 RACES = {
     "the sums are not waited for": Mutant("sm90/seesaw.h", "both_sync(kSums);", "both_arrive(kSums);"),
     "the next segment's sums come early": Mutant(
@@ -264,7 +267,7 @@ RACES = {
 
 
 def plant(mutant: Mutant, folder: Path) -> None:
-    """Put the sources with the fault, and with one kernel only, into a folder."""
+    """Write the sources with the fault, and with only one kernel, to a folder."""
     shutil.copytree(SOURCES, folder)
     (folder / mutant.file).write_text(mutant.source())
     (folder / "emulator" / "emulation.cc").rename(folder / "emulator" / "emulation.inc")
@@ -279,13 +282,13 @@ def flags_of(sanitized: bool) -> tuple[str, ...]:
 
 
 def build(mutant: Mutant, folder: Path, sanitized: bool) -> None:
-    """Put a library with the fault into the cache, its sources into `folder`."""
+    """Put the library with the fault into the cache and its sources into `folder`."""
     plant(mutant, folder)
     compile.build(compile.emulation_recipe(flags_of(sanitized), folder))
 
 
 def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[str], most: int) -> str:
-    """The first of so many checks of a library that is built, in whichever mode, that fails, and how."""
+    """The first failure of a built library among its first `most` checks in `modes`, with its message, or ""."""
     built = _native.emulation(flags, folder)
     _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}
@@ -304,7 +307,7 @@ if __name__ == "__main__":
     name, folder, *sanitized = sys.argv[1:]
     mutant = {**HONEST, **MUTANTS, **RACES}[name]
     modes = ["eager", "late"] if sanitized else [mutant.mode]
-    # The sanitizer is slow, and more of the same shows no other race; but of few heads one check has many blocks, the
-    # other many segments.
+    # The sanitizer is slow, and more checks of the same kind show no other race. With few heads there are two kinds:
+    # one check has many segments, the other many blocks.
     most = len(CHECKS[mutant.kind]) if not sanitized else 2 if mutant.kind == "narrow" else 1
     sys.stdout.write(judge(mutant, Path(folder), flags_of(bool(sanitized)), modes, most))

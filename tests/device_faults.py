@@ -1,4 +1,4 @@
-"""Items with planted faults, for the processes of `benchmarks.device`."""
+"""Work items with planted faults, which the tests give to the processes of `benchmarks.device`."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ class Items:
         self.log, self.pending = log, ""
         if "never" in options:
             raise ImportError("no such library")
-        if "once" in options:  # the first process starts, others do not
+        if "once" in options:  # the first process starts, later ones fail
             with open(f"{log}.started", "a+") as file:
                 file.seek(0)
                 if file.read():

@@ -1,8 +1,8 @@
-"""Checks of attention over eight devices of jax, virtual ones of a CPU; run as a script.
+"""Checks of attention over eight jax devices, which are virtual devices of one CPU; run as a script.
 
-`python -m tests.devices heads decode` makes these checks, functions `check_<name>()` that raise where something is
-wrong, and prints what they return as JSON. With `RANK` and `WORLD_SIZE` in the environment it is one of several
-processes of `jax.distributed`, which have two devices each.
+`python -m tests.devices heads decode` runs the checks `check_heads()` and `check_decode()` and prints their results as
+JSON. A check is a function `check_<name>()` that raises if something is wrong. With `RANK` and `WORLD_SIZE` in the
+environment the script is one of several processes of `jax.distributed`, each of which has two devices.
 """
 
 import functools
@@ -34,7 +34,7 @@ from ragged_attention.calls.sharding import KvShard  # noqa: E402
 from ragged_attention.errors import InvalidInput  # noqa: E402
 from tests.divided import HEADS, KV_HEADS, LENS, PAGE, WIDTH, divisible_arguments, random_ranges, shards_of  # noqa: E402
 
-# Called in ways that their overloads do not list.
+# Typed as Any, because the checks call these functions in ways that their overloads do not list.
 rj: Any = importlib.import_module("ragged_attention.jax")
 rd: Any = importlib.import_module("ragged_attention.jax.distributed")
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
@@ -46,7 +46,7 @@ def mesh_of(size: int, name: str) -> Mesh:
 
 
 def collectives(function: Any, *arguments: Any) -> Counter[str]:
-    """The operations of a compiled function by which devices speak to each other."""
+    """The numbers of collective operations in a compiled function, by kind."""
     text = function.lower(*arguments).compile().as_text()
     found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
     return Counter(found)
@@ -72,9 +72,9 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
     assert said == match, said
 
 
-# ---- heads
+# ---- attention divided by heads
 
-WITHOUT_HEADS = {  # which have no heads to divide, or choose by all of them
+WITHOUT_HEADS = {  # operations that have no heads to divide, or that need all heads to select
     "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "attention_target",
     "quantize_indexer_keys",
     "write_indexer_cache", "quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv",
@@ -85,21 +85,25 @@ SUMS_OVER_HEADS = ("indexer_logits", "indexer_logits_backward", "sparse_mla_pref
 
 
 def check_heads() -> list[str]:
-    """Every operation over eight devices: the bits of one, and nothing said among them."""
+    """Every operation over eight devices gives the bits of one device, without communication.
+
+    The operations in SUMS_OVER_HEADS are the exception: they need one all-reduce, and their results are close. Returns
+    the operations whose results are divided among the devices.
+    """
     mesh, divided = mesh_of(8, "heads"), []
     for operation in sorted(CALLS.keys() - WITHOUT_HEADS):
         given = divisible_arguments(operation, 8)
         arrays = {name: rd.to_jax(value) for name, value in given.items() if hasattr(value, "shape")}
         others = {name: value for name, value in given.items() if name not in arrays and value is not None}
         function = getattr(rj, operation)
-        with ra.use_backend(batch_invariant=True):  # else a call with fewer heads may divide its keys otherwise
+        with ra.use_backend(batch_invariant=True):  # otherwise the number of heads may change the KV splits
             expected = function(**arrays, **others)
 
             def over(arrays: Any, function: Any = function, others: Any = others) -> Any:
                 return rd.over_heads(function, "heads", mesh=mesh)(**arrays, **others)
 
             found = jax.jit(over)(arrays)
-            placed = {}  # as a model has them, divided by heads already
+            placed = {}  # the arrays as a model has them: already sharded over heads
             for name, value in arrays.items():
                 specs = rd._specs(rd.heads_of_fields(CALLS[operation]).get(name), name, value, 8, "heads")
                 placed[name] = jax.device_put(value, NamedSharding(mesh, specs))
@@ -116,7 +120,7 @@ def check_heads() -> list[str]:
 
 
 def check_scaled_queries() -> None:
-    """8-bit queries divided by heads, with one scale or one for each head."""
+    """8-bit queries sharded over heads work with one scale and with one scale for each head."""
     random = np.random.default_rng(2)
     q = jnp.asarray(random.normal(size=(3, 8, 16)), jnp.float8_e4m3fn)
     pages = jnp.asarray(random.normal(size=(8, PAGE, 16, 16)), jnp.bfloat16)
@@ -147,7 +151,7 @@ def check_gradients_over_heads() -> None:
 
 
 def check_without_exceptions() -> None:
-    """`jax.shard_map` that counts over which axes arrays vary, with each backend that runs here."""
+    """`jax.shard_map` with its check of varying axes (`check_vma`) accepts each backend that runs here."""
     mesh, edges = mesh_of(4, "heads"), jnp.array([0, 4, 10])
     q, k = jnp.ones((10, 8, 16)), jnp.ones((10, 4, 16))
     ranges = jnp.asarray(random_ranges(10, 6))
@@ -163,7 +167,10 @@ def check_without_exceptions() -> None:
 
 
 def check_the_mesh_in_force() -> None:
-    """A mesh of explicit axes, named nowhere: arrays that lie otherwise are moved, results lie by heads."""
+    """`over_heads` without a mesh takes the mesh in force, here one of explicit axes.
+
+    Arrays that are placed differently are moved, and the results are sharded over heads.
+    """
     q, pages = jnp.ones((3, 8, 16)), jnp.ones((8, PAGE, 16, 16))
     tables = jnp.array([6, 4, 3]), jnp.zeros((3, 2), jnp.int32), jnp.arange(4)
     expected = rj.ragged_paged_attention(q, pages, *tables)
@@ -191,11 +198,14 @@ def check_what_heads_refuse() -> None:
     )
 
 
-# ---- positions
+# ---- caches divided by positions
 
 
 def own_caches(rule: KvShard, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of rows [S, L, ...] every rank's pages [size, P, G, ...], NaN where nothing is, and tables [size, S, M]."""
+    """The pages [size, P, G, ...] and page tables [size, S, M] of all ranks for the rows [S, L, ...].
+
+    Unused slots are NaN.
+    """
     columns = -(-max(LENS) // PAGE) + 1
     all_pages, tables = [], []
     for rank in range(rule.size):
@@ -205,14 +215,14 @@ def own_caches(rule: KvShard, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
             own = rule.at(rank).local(np.arange(length, dtype=np.int32))
             assert (own >= 0).sum() == rule.at(rank).lengths(np.asarray(length))
             flat[table[seq, own[own >= 0] // PAGE] * PAGE + own[own >= 0] % PAGE] = rows[seq, :length][own >= 0]
-        table[:, -1] = 10**6  # which nobody is to look up
+        table[:, -1] = 10**6  # no call may look up this column
         all_pages.append(flat.reshape(-1, PAGE, *rows.shape[2:]))
         tables.append(table.astype(np.int32))
     return np.stack(all_pages), np.stack(tables)
 
 
 def over_keys(mesh: Mesh, call: Callable[..., Any], out_specs: Any) -> Any:
-    """A function of every rank's cache [size, ...] and table, and of what all have."""
+    """A jitted function of all ranks' caches and page tables [size, ...] and of replicated arrays."""
 
     def local(cache: Any, table: Any, *others: Any) -> Any:
         return call(cache[0], table[0], *others)
@@ -227,7 +237,7 @@ def over_keys(mesh: Mesh, call: Callable[..., Any], out_specs: Any) -> Any:
 
 
 def check_decode() -> None:
-    """Decode and drafts over pages of several devices: what one gives, in one exchange."""
+    """Decode and drafts over the pages of several devices give the result of one device, with one collective."""
     random = np.random.default_rng(2)
     rows = random.normal(size=(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)).astype(np.float32)
     sinks, kv_lens = jnp.asarray(random.normal(size=HEADS), jnp.float32), jnp.array(LENS)
@@ -266,7 +276,7 @@ HEADS_KEYS = PartitionSpec(None, "keys")
 
 
 def check_live_sequences() -> None:
-    """What stands behind the live sequences is never read, nor is it where a query of theirs is looked up."""
+    """The table entries after the live sequences are never read, not even to find a query's sequence."""
     random = np.random.default_rng(8)
     rows = random.normal(size=(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)).astype(np.float32)
     q = jnp.asarray(random.normal(size=(6, HEADS, WIDTH)), jnp.float32)
@@ -287,7 +297,7 @@ def check_mla_decode() -> None:
     whole, whole_table = (jnp.asarray(array[0]) for array in own_caches(KvShard(1, PAGE), rows))
     q = jnp.asarray(random.normal(size=(len(LENS), 2, HEADS, 48)), jnp.float32)
     listed = np.stack([random.integers(-1, max(length, 1), (2, 9), np.int32) for length in LENS])
-    listed[2] = -1  # an empty sequence has nothing to list
+    listed[2] = -1  # sequence 2 is empty, so its lists hold no positions
     slots = rj.page_indices_to_slots(jnp.asarray(listed), whole_table, PAGE)
     lens = jnp.array([9, 4, 7, 0])
     mesh = mesh_of(4, "keys")
@@ -362,11 +372,14 @@ def check_what_positions_refuse() -> None:
     )
 
 
-# ---- packed sequences
+# ---- context-parallel attention over packed sequences
 
 
 def packed(size: int, piece: int) -> tuple[list[jax.Array], jax.Array]:
-    """Leaves q, k, v and sinks over `2 * size` pieces of so many tokens, and edges of sequences of all kinds."""
+    """The leaves q, k, v and sinks for `2 * size` pieces of `piece` tokens, and the sequences' edges.
+
+    The sequences are of every kind: one has one token, one is empty, others cross pieces, and padding follows.
+    """
     random, tokens = np.random.default_rng(4), 2 * size * piece
     shapes = (tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 8), (4,)
     leaves = [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
@@ -374,7 +387,7 @@ def packed(size: int, piece: int) -> tuple[list[jax.Array], jax.Array]:
 
 
 def ring(mesh: Mesh, edges: Any, **keywords: Any) -> Any:
-    """The attention of whole arrays in zigzag order over a mesh."""
+    """A function that computes attention over a mesh from whole arrays in zigzag order."""
     rows = PartitionSpec("keys")
 
     def attend(q: Any, k: Any, v: Any, sinks: Any) -> Any:
@@ -386,7 +399,10 @@ def ring(mesh: Mesh, edges: Any, **keywords: Any) -> Any:
 
 
 def check_varlen() -> dict[str, Any]:
-    """A ring of packed sequences gives what one device gives, with its gradients."""
+    """Ring attention over packed sequences has the results and gradients of one device.
+
+    Returns the numbers of collectives in the forward pass and in training, by the number of devices.
+    """
     said = {}
     for size, causal in ((4, True), (3, True), (2, False), (1, True)):
         mesh = mesh_of(size, "keys")
@@ -418,7 +434,7 @@ def check_varlen() -> dict[str, Any]:
 
 
 def check_memory() -> dict[str, int]:
-    """Bytes that one device needs for a forward and a backward pass of 4096 tokens, as XLA plans them."""
+    """The bytes that XLA plans on one device for a forward and a backward pass of 4096 tokens."""
     said = {}
     for size in (1, 2, 4, 8):
         mesh = mesh_of(size, "keys")
@@ -431,11 +447,14 @@ def check_memory() -> dict[str, int]:
     return said
 
 
-# ---- several processes
+# ---- devices in several processes
 
 
 def check_processes() -> None:
-    """Heads and keys over the devices of several processes: a process compares the parts that it has."""
+    """Decode and ring attention over the devices of several processes have the results of one device.
+
+    Each process compares the parts that it holds.
+    """
     devices = np.array(jax.devices())
     mesh = Mesh(devices, ("keys",))
     random = np.random.default_rng(6)

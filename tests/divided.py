@@ -1,4 +1,4 @@
-"""Arguments of calls that several devices divide, for tests in torch and in jax."""
+"""Arguments of calls that are divided among several devices, for tests in torch and in jax."""
 
 from typing import Any
 
@@ -9,23 +9,29 @@ from ragged_attention.calls.sharding import KvShard
 from ragged_attention.tools.samples import BlocksSample, LatentSample, Sample, VarlenSample, sample_of
 
 PAGE = 4
-LENS = (41, 3, 0, 18)  # of sequences over several ranks, some of which have nothing of some
+LENS = (41, 3, 0, 18)  # sequence lengths; some ranks hold no keys of some sequences
 HEADS, KV_HEADS, WIDTH = 12, 4, 16
-TRAFFIC = {"tokens": 32, "heads": 12, "kv_heads": 4, "width": 32, "piece": 64}  # of calls whose bytes are counted
+TRAFFIC = {
+    "tokens": 32,
+    "heads": 12,
+    "kv_heads": 4,
+    "width": 32,
+    "piece": 64,
+}  # sizes of the calls whose traffic is counted
 
 
 def shards_of(size: int) -> list[KvShard]:
-    """Rules: pages dealt round, two by two, positions dealt round, ranges."""
+    """Sharding rules that deal out pages, pairs of pages, positions, three positions and four pages in turn."""
     return [KvShard(size, interleave) for interleave in (PAGE, 2 * PAGE, 1, 3, 4 * PAGE)]
 
 
 def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
-    """A record's arguments, arrays of NumPy's, with heads that `size` ranks divide."""
+    """An operation's arguments as NumPy arrays, whose heads can be divided among `size` ranks."""
     small: dict[str, Any] = {"dtype": "float32", "num_q_heads": 4 * size, "max_num_seqs": 3, "num_tokens": 6}
     kind = type(sample_of(operation))
     if kind is LatentSample:
         fp8 = operation in ("quantize_mla_cache", "dequantize_mla_cache")
-        # With fewer heads tokens share a block of rows, or leave it unfilled, and that may round otherwise.
+        # With fewer heads, tokens share a block of rows or leave it partly empty, which may change the rounding.
         small |= {"num_q_heads": 32 * size, "max_len": 8, "page_size": PAGE, "topk": 5, "sinks": True}
         small |= {"cache_format": "fp8_v32"} if fp8 else {"cache_format": "plain", "d_qk": 32, "d_v": 16}
         small |= {"rotary": 8, "return_max_logits": True}
@@ -48,12 +54,12 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
 
 
 def random_ranges(tokens: int, longest: int) -> Any:
-    """`key_ranges` of so many queries, which see gaps, overlaps and nothing."""
+    """Random `key_ranges` of `tokens` queries, with gaps, overlaps and empty ranges."""
     return np.random.default_rng(6).integers(-1, longest + 2, (tokens, 3, 2), np.int32)
 
 
 def _filled(name: str, array: Any, operation: str, random: np.random.Generator) -> Any:
-    """An array of a sample's shape and dtype with values that make sense under its name."""
+    """An array of a sample's shape and dtype whose values are plausible for an argument of this name."""
     if isinstance(array, tuple):
         return tuple(_filled(name, part, operation, random) for part in array)
     if not hasattr(array, "shape"):

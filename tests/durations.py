@@ -1,10 +1,10 @@
-"""How long tests take, by groups: what tests/tiers.py chooses by, and what keeps that up to date.
+"""The recorded durations of groups of tests, by which tests/tiers.py selects tests, and the plugin that records them.
 
-A group is the cases of one test; where the test runs the suite, those of one runner and one operation; and where it is
-marked with `each`, those of one value. Groups that take a second or more stand in tests/durations.json with the number
-of their cases and the mean seconds of one; quick ones are summed up by files, for they always run whole. `pytest
---keep-durations`, on an idle machine and over whole files, replaces what is known of the groups that it runs; groups
-whose test is gone are dropped.
+A group holds the cases of one test. If the test runs the suite, a group holds the cases of one runner and one
+operation; if the test is marked with `each`, those of one value. tests/durations.json lists the groups that take a
+second or more, with their number of cases and the mean seconds of a case. Quicker groups always run whole, so only
+their sum for each file is recorded. `pytest --keep-durations` replaces the durations of the groups that it runs and
+drops groups whose test no longer exists. Run it on an idle machine and over whole files.
 """
 
 import json
@@ -18,20 +18,20 @@ import pytest
 
 TESTS = Path(__file__).parent
 FILE = TESTS / "durations.json"
-QUICK = 1.0  # seconds of a whole group
+QUICK = 1.0  # a group that takes fewer seconds is quick
 PROPERTY = "group"
-EACH = "each: "  # so begins in a group's brackets the value of `each` that its cases share
+EACH = "each: "  # precedes, in a group's brackets, the value of `each` that its cases share
 
 
 @dataclass(frozen=True)
 class Durations:
-    """Cases and seconds of one, by slow groups; seconds of all quick groups, by files."""
+    """The number of cases and the seconds of a case for each slow group; the seconds of quick groups for each file."""
 
     slow: Mapping[str, tuple[int, float]]
     quick: Mapping[str, float]
 
     def updated(self, ran: Mapping[str, tuple[int, float]]) -> "Durations":
-        """With what a run has shown: of each group how many cases there are, and the mean seconds of those that ran."""
+        """These durations with those of a run: for each group its number of cases and the mean seconds of a case."""
         slow, files = dict(self.slow), {file_of(group) for group in ran}
         quick = {file: seconds for file, seconds in self.quick.items() if file not in files}
         for group, (cases, seconds) in ran.items():
@@ -46,7 +46,7 @@ class Durations:
         )
 
     def written(self) -> str:
-        """As JSON, a line for each group and file, so that a change reads well."""
+        """The durations as JSON, with one line for each group and file, so that diffs are easy to read."""
         slow = ",\n".join(f"  {json.dumps(group)}: {json.dumps(value)}" for group, value in self.slow.items())
         quick = ",\n".join(f"  {json.dumps(file)}: {json.dumps(value)}" for file, value in self.quick.items())
         return f'{{\n "slow": {{\n{slow}\n }},\n "quick": {{\n{quick}\n }}\n}}\n'
@@ -58,7 +58,7 @@ def known() -> Durations:
 
 
 def group_of(node: str, check: str = "", value: str = "") -> str:
-    """The group of a test by its id, and by the check of the suite that it runs or the value of `each`."""
+    """The group of a test, from its id and from the suite's check that it runs or its value of `each`."""
     node = node.removeprefix("tests/")
     if value:
         return f"{node.partition('[')[0]}[{EACH}{value}]"
@@ -68,12 +68,12 @@ def group_of(node: str, check: str = "", value: str = "") -> str:
 
 
 def is_of_each(group: str) -> bool:
-    """Whether a test's mark demands that one case of this group runs, however long that takes."""
+    """Whether the test is marked with `each`, so that one case of this group must run, however long it takes."""
     return f"[{EACH}" in group
 
 
 def subject_of(check: str) -> str:
-    """What a check is about, as its name begins: "corner: latent decode"."""
+    """The subject of a check, which is the beginning of its name, such as "corner: latent decode"."""
     kind, _, name = check.partition(": ")
     return f"{kind}: {name.partition(',')[0]}" if "," in name else kind
 
@@ -88,7 +88,7 @@ def exists(group: str) -> bool:
     return (TESTS / file).exists() and f"def {name}(" in (TESTS / file).read_text()
 
 
-# ---- what pytest is told
+# ---- the pytest plugin
 
 
 def add_options(group: Any) -> None:
@@ -96,12 +96,12 @@ def add_options(group: Any) -> None:
 
 
 def note(item: pytest.Item, group: str, cases: int) -> None:
-    """Give the reports of a test its group and how many cases that has, run or not."""
+    """Add the group of a test, and the group's number of cases (run or not), to the test's reports."""
     item.user_properties.append((PROPERTY, [group, cases]))
 
 
 class Watch:
-    """Adds up the seconds of tests, with what they set up, where reports come together."""
+    """Adds up the seconds of each test, including setup and teardown, in the process that collects the reports."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
@@ -110,7 +110,7 @@ class Watch:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration
         properties: dict[str, Any] = dict(report.user_properties)  # type: ignore[arg-type]
-        if PROPERTY in properties:  # not where the process of the test came to an end
+        if PROPERTY in properties:  # missing if the test's process died
             group, cases = properties[PROPERTY]
             self._group[report.nodeid] = group, cases
 
@@ -126,7 +126,7 @@ class Watch:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without the longest, which may have compiled what the others use; a single one as it is."""
+    """The mean without the longest case, which may have compiled kernels for the others; a single case counts."""
     taken = sorted(seconds)[:-1] if len(seconds) > 1 else seconds
     return sum(taken) / len(taken)
 

@@ -1,7 +1,7 @@
-"""Operands of which entries lie further apart than 32 bits count, for every operation that reads strides.
+"""Operands whose element offsets exceed 32 bits, for every operation that reads strides.
 
-The memory is mapped and hardly ever touched. Before each operand lies as much again, so that an offset that wraps
-around finds zeros there instead of ending the process.
+Their memory is mapped, but almost none of it is touched. Each operand is preceded by 2**31 elements of zeros. An offset
+that wraps around to a negative number therefore reads zeros and does not crash the process.
 """
 
 import functools
@@ -14,17 +14,17 @@ import torch
 import ragged_attention.torch as rt
 from tests.tensors import ints
 
-FAR = 2**31  # elements
+FAR = 2**31  # in elements: the first offset that int32 cannot hold
 
 
 def unread(elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take no memory until they are written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # named since Python 3.13
+    """A tensor of zeros that takes no memory until it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)  # new in Python 3.13
     return torch.frombuffer(mmap.mmap(-1, elements * dtype.itemsize, flags=flags), dtype=dtype)
 
 
 def far(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """A copy whose entries along `axis` are 32 bits' worth of elements apart in all, though one step is less."""
+    """A copy whose first and last entries along `axis` are 2**31 elements apart; its stride is below 2**31."""
     step = -(-FAR // (tensor.shape[axis] - 1) // 64) * 64
     assert tensor.numel() < step < FAR
     memory = unread(2 * FAR + 64 * tensor.shape[axis] + tensor.numel(), tensor.dtype)
@@ -37,7 +37,7 @@ def can_be_far(tensor: torch.Tensor, axis: int) -> bool:
 
 
 def along(value: Any, axis: int) -> Any:
-    """An argument with all of its tensors far along `axis`, where they have such an axis."""
+    """An argument whose tensors have far-apart entries along `axis`, except tensors without such an axis."""
     if isinstance(value, tuple):
         return tuple(along(item, axis) for item in value)
     if isinstance(value, torch.Tensor) and axis < value.dim() and can_be_far(value, axis):
@@ -86,7 +86,7 @@ def pages_of_bytes() -> torch.Tensor:
 
 
 def gradient(forward: Callable[..., Any], arguments: dict[str, Any], d_out: torch.Tensor) -> dict[str, Any]:
-    """The arguments of an operation's gradient."""
+    """The arguments of the backward operation of `forward`."""
     out, *_, lse = forward(**arguments, backend="reference")
     return arguments | {"d_out": d_out, "out": out, "lse": lse, "d_lse": torch.full_like(lse, 0.5)}
 
@@ -99,7 +99,7 @@ def sparse_gradient() -> dict[str, Any]:
     return gradient(rt.sparse_mla_prefill, SPARSE, normal(3, 6, 64))
 
 
-# What is called, with which arguments, and the axes along which some of them are put far apart.
+# For each case: the operation, the axes along which its operands are spread, and its arguments or their factory.
 CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[str, Any]]]] = {
     "tiles": ("ragged_paged_attention", (0, 1, 2), {
         "q": normal(14, 6, 16), "kv_pages": PAGES, **TABLES, "cu_q_lens": ints(0, 7, 8, 14), "sliding_window": 3
@@ -202,7 +202,7 @@ CASES = [(name, axis) for name, (_, axes, _) in CALLS.items() for axis in axes]
 
 
 def called(name: str, axis: int, backend: str, options: Mapping[str, Any] | None = None) -> list[torch.Tensor]:
-    """Results with all operands far along an axis."""
+    """The results of a case whose operands are all far apart along an axis."""
     operation, _, given = CALLS[name]
     arguments = given() if callable(given) else given
     arguments = {key: along(value, axis) for key, value in arguments.items()}
@@ -211,5 +211,5 @@ def called(name: str, axis: int, backend: str, options: Mapping[str, Any] | None
 
 @functools.cache
 def near(name: str, backend: str) -> list[torch.Tensor]:
-    """Results with all operands packed."""
+    """The results of a case whose operands are all packed."""
     return called(name, NOWHERE, backend)

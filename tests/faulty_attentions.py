@@ -1,6 +1,7 @@
-"""Plain attention kernels in NumPy as a stranger writes them, block by block, each with a fault if one is named.
+"""Plain blockwise attention kernels in NumPy, as an outside author would write them, each with an optional fault.
 
-A fault is a string; the empty one is none. What belongs to all families is in `online`, the rest in their functions.
+A fault is named by a string; the empty string means no fault. Faults that all families share are planted in `online`,
+the others in the functions of a family.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ BLOCK = 16
 
 
 def online(q: Any, k: Any, v: Any, seen: Any, given: Any, fault: str) -> Any:
-    """Out [g, D_v], the largest logit [g] and lse [g] of q [g, D] over keys [n, D], in blocks."""
+    """Out [g, D_v], the largest logit [g] and lse [g] of q [g, D] over keys [n, D], computed block by block."""
     scale = q.shape[-1] ** -0.5 if given.get("sm_scale") is None else given["sm_scale"]
     if fault == "unscaled" and given.get("sm_scale") is None:
         scale = 1.0
@@ -53,7 +54,7 @@ def online(q: Any, k: Any, v: Any, seen: Any, given: Any, fault: str) -> Any:
 
 
 def finished(out: Any, lse: Any, given: Any, fault: str) -> Any:
-    """Out [..., H, D_v] with the share of sinks, given lse [..., H] of the keys."""
+    """Out [..., H, D_v] scaled for the sinks, given lse [..., H] over the keys alone."""
     sinks = given.get("sinks")
     if sinks is None or fault == "sinks":
         return out
@@ -69,7 +70,7 @@ def kv_head_of(head: int, heads: int, kv_heads: int, fault: str) -> int:
 
 
 def mask_of(q_len: int, kv_len: int, row: int, given: Any, fault: str, causal: bool) -> Any:
-    """Which of its sequence's keys a query sees."""
+    """The mask [kv_len] of the keys that one query of a sequence sees."""
     key, place = np.arange(kv_len), kv_len - q_len + row
     seen = np.ones(kv_len, bool)
     if causal and fault != "not causal":
@@ -81,7 +82,7 @@ def mask_of(q_len: int, kv_len: int, row: int, given: Any, fault: str, causal: b
 
 
 def bias_of(kv_len: int, place: int, head: int, given: Any, fault: str) -> dict[str, Any]:
-    """What ALiBi adds to the logits of the query at a position, if there is such a thing."""
+    """The argument `bias`, which holds the ALiBi biases of the query at position `place`, if the call has slopes."""
     if given.get("alibi_slopes") is None or fault == "slopes":
         return {}
     slope = given["alibi_slopes"][head] * (-1 if fault == "slope sign" else 1)
@@ -89,7 +90,7 @@ def bias_of(kv_len: int, place: int, head: int, given: Any, fault: str) -> dict[
 
 
 def sequence(q: Any, k: Any, v: Any, given: Any, fault: str, causal: bool, valid: Any = True) -> Any:
-    """Out [n, H, D_v] and lse [n, H] of the queries [n, H, D] of a sequence over its keys [m, K, D]."""
+    """Out [n, H, D_v] and lse [n, H] of one sequence with queries [n, H, D] and keys [m, K, D]."""
     out, lse = np.zeros((*q.shape[:2], v.shape[2])), np.full(q.shape[:2], -np.inf)
     for row in range(len(q)):
         seen = mask_of(len(q), len(k), row, given, fault, causal) & valid
@@ -102,7 +103,7 @@ def sequence(q: Any, k: Any, v: Any, given: Any, fault: str, causal: bool, valid
 
 
 def positions(table: Any, kv_len: int, pages: Any, fault: str) -> Any:
-    """The slots of a sequence's positions, and which of them are valid."""
+    """The slots of a sequence's positions, and the mask of valid ones."""
     size, kv_len = pages.shape[1], min(max(int(kv_len), 0), len(table) * pages.shape[1])
     if fault == "dropped tail of a page":
         kv_len = kv_len // size * size
@@ -154,7 +155,7 @@ def prefill_attention(given: Any, fault: str) -> Any:
 
 
 def latent(given: Any, name: str, fault: str) -> Any:
-    """K and V of a latent cache."""
+    """The keys and values that a latent cache holds."""
     rows, d_v = given[name], given.get("d_v", 512)
     values = rows[..., rows.shape[-1] - d_v :] if fault == "last columns" else rows[..., :d_v]
     keys = rows * (np.arange(rows.shape[-1]) < d_v) if fault == "no rope" else rows
@@ -167,7 +168,7 @@ def ragged_mla_attention(given: Any, fault: str) -> Any:
 
 
 def listed(q: Any, caches: Any, given: Any, fault: str) -> Any:
-    """Attention of one query [H, D] over lists of some caches, each the keys, the values, a list and its length."""
+    """Attention of one query [H, D] over listed rows; each of `caches` is (keys, values, list, its length)."""
     keys, values, seen = [], [], []
     for k, v, indices, length in caches:
         chosen = indices[: max(min(int(length), len(indices)), 0)].astype(np.int64)
@@ -255,7 +256,7 @@ UNKNOWN = ("num_seqs", "draft_mask", "q_scale", "k_scale", "v_scale", "kv_scale"
 
 
 def why_not(operation: str, record: Any) -> str | None:
-    """The refusal of what the kernels do not know: quantised caches, and some of the options."""
+    """Why the kernels do not support a call, or None: they lack quantised caches and the options in UNKNOWN."""
     del operation
     given = record.arguments()
     if unknown := [name for name in UNKNOWN if given.get(name) is not None]:
@@ -268,7 +269,7 @@ def why_not(operation: str, record: Any) -> str | None:
 
 
 def runner_of(operation: str, fault: str = "") -> FunctionRunner:
-    """The runner of an operation's kernel."""
+    """A runner for the kernel of an operation, with a fault if one is named."""
 
     def kernel(**given: Any) -> Any:
         wide = {
@@ -282,7 +283,7 @@ def runner_of(operation: str, fault: str = "") -> FunctionRunner:
 
 
 def runner_around(operation: str, kernel: Callable[..., Any]) -> FunctionRunner:
-    """The runner of any function as a kernel of an operation."""
+    """A runner that calls any function as the kernel of an operation."""
     return FunctionRunner(framework="numpy", backend=operation, functions={operation: kernel}, why_not=why_not)
 
 

@@ -1,4 +1,4 @@
-"""What FlashInfer's formulas say, in float64: dense attention of each request, and batches with hostile memory."""
+"""FlashInfer's formulas as dense float64 attention of each request, and batches whose unused memory is hostile."""
 
 import math
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ def dense(
     sinks: Any = None,
     slopes: Any = None,
 ) -> tuple[Any, Any]:
-    """The result of one request and its base-2 log-sum-exp, sinks counted: q [T, H, D], k [N, K, D], v [N, K, D_v].
+    """The result of one request and its base-2 log-sum-exp, which includes sinks.
 
-    `mask` is bool [T, N], or [H, T, N] where heads differ.
+    The shapes are q [T, H, D], k [N, K, D] and v [N, K, D_v]. `mask` is bool [T, N], or [H, T, N] if heads differ.
     """
     (q_len, heads, dim), (kv_len, kv_heads, _) = q.shape, k.shape
     k, v = (each.double().repeat_interleave(heads // kv_heads, 1) for each in (k, v))
@@ -53,10 +53,10 @@ def dense(
 
 @dataclass
 class Batch:
-    """A paged batch whose unused memory is NaN, and unused indices garbage."""
+    """A paged batch whose unused slots hold NaN and whose unused page indices are garbage."""
 
     q: Any
-    cache: Any  # as FlashInfer takes it
+    cache: Any  # in FlashInfer's format
     keys: list[Any]
     values: list[Any]
     qo_indptr: Any
@@ -71,7 +71,7 @@ class Batch:
     dtype: torch.dtype
 
     def wanted(self, **settings: Any) -> tuple[Any, Any]:
-        """The results of all requests, one after another."""
+        """The exact results of all requests, concatenated."""
         parts = [
             dense(self.q[start : start + q_len], k, v, **settings)
             for start, k, v, (q_len, _) in zip(self.qo_indptr.tolist(), self.keys, self.values, self.lens, strict=False)
@@ -94,7 +94,8 @@ def batch(
     """A batch of requests (q_len, kv_len).
 
     Args:
-        form: "pair", "one" for one tensor with an axis of 2, "gaps" for such a tensor cut out of a larger one.
+        form: "pair" for two tensors, "one" for one tensor with an axis of 2, "gaps" for such a tensor that is a slice
+            of a larger one.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -126,11 +127,13 @@ def batch(
     edges = torch.tensor([0, *(q_len for q_len, _ in lens)]).cumsum(0).int()
     indptr = torch.tensor([0, *counts]).cumsum(0).int()
     indices = torch.cat([order[:used], torch.tensor([2**31 - 1, -7], dtype=torch.int32)])
-    last = torch.tensor([(kv_len - 1) % page_size + 1 for _, kv_len in lens], dtype=torch.int32)  # not 0 if empty
+    last = torch.tensor(
+        [(kv_len - 1) % page_size + 1 for _, kv_len in lens], dtype=torch.int32
+    )  # page_size if empty, not 0
     q = normal(int(edges[-1]), heads, dim).to(dtype)
     return Batch(q, cache, keys, values, edges, indptr, indices, last, lens, heads, kv_heads, dim, page_size, dtype)
 
 
 def same(got: Any, want: Any, dtype: torch.dtype = torch.float32) -> None:
-    """Compare a result with the exact one, by the bounds for its dtype."""
+    """Assert that a result agrees with the exact one within the bounds for its dtype."""
     assert agrees(got.double().numpy(), want.double().numpy(), str(dtype).rpartition(".")[2])

@@ -1,7 +1,7 @@
-"""The names, order and defaults of FlashInfer's arguments, 0.7.2.post1, which `compat.flashinfer` keeps.
+"""The names, order and defaults of the arguments of FlashInfer 0.7.2.post1, which `compat.flashinfer` preserves.
 
-FlashInfer's `BatchDecodeWithPagedKVCacheWrapper.plan` collects its arguments after `page_size` by position and by name;
-here they are written out, in the order in which it takes them.
+FlashInfer's `BatchDecodeWithPagedKVCacheWrapper.plan` takes its arguments after `page_size` as `*args, **kwargs`. They
+are written out here in the order in which it reads them.
 """
 
 SIGNATURES = {

@@ -1,6 +1,6 @@
-"""Forks at any time around calls of the kernels for CPUs; for a process of its own.
+"""A test of forks before, during and after calls of the CPU kernels; run as a script in a separate process.
 
-OpenMP's threads, which a fork does not copy, exist from the start.
+The process starts OpenMP's threads first. A fork does not copy them.
 """
 
 import multiprocessing
@@ -15,12 +15,12 @@ from multiprocessing.context import BaseContext
 import torch
 
 torch.set_num_threads(2)
-if __name__ != "__mp_main__":  # as which a copy imports it again, that has those threads no more
+if __name__ != "__mp_main__":  # a child imports the module under this name, and starts no threads
     torch.ones(2_000_000).exp_()
 
 
 def expect_right() -> None:
-    """Call a kernel that has several programs, on tensors so small that torch itself takes one thread for them."""
+    """Check a call of a kernel with several programs, on tensors so small that torch itself uses one thread."""
     from ragged_attention.torch import merge_attention_states as merge
 
     out, _ = merge(torch.ones(3, 100, 4, 16), torch.zeros(3, 100, 4), backend="numba")
@@ -28,7 +28,7 @@ def expect_right() -> None:
 
 
 def expect_right_in_copies() -> None:
-    """In a copy of the process, in a copy of that, and in a second one of this."""
+    """Check a call in two children of this process, and in a child of each."""
     for _ in range(2):
         expect_right_in_a_copy(lambda: (expect_right(), expect_right_in_a_copy(expect_right)))
 
@@ -36,7 +36,7 @@ def expect_right_in_copies() -> None:
 def expect_right_in_a_copy(function: Callable[[], object]) -> None:
     child = os.fork()
     if not child:
-        signal.alarm(40)  # which ends one that waits for what is not there
+        signal.alarm(40)  # ends a child that waits for a thread that the fork did not copy
         code = 3
         try:
             function()
@@ -55,7 +55,7 @@ def expect_right_in_a_process(context: BaseContext) -> None:
 
 
 class Calls(torch.utils.data.Dataset[torch.Tensor]):
-    """Items that are made by a kernel."""
+    """A data set whose items are produced after a call of a kernel."""
 
     def __len__(self) -> int:
         return 4
@@ -66,7 +66,7 @@ class Calls(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def beside(function: Callable[[], object], then: Callable[[], object], begun: Callable[[], bool]) -> None:
-    """Run the second function as soon as the first has begun in another thread."""
+    """Run `function` in another thread, and `then` in this one as soon as `begun` returns True."""
     thread = threading.Thread(target=function)
     thread.start()
     while not begun():
@@ -103,12 +103,12 @@ def fork_while_compiling() -> None:
 
 
 def main() -> None:
-    expect_right_in_a_copy(expect_right)  # which only then imports the front end
+    expect_right_in_a_copy(expect_right)  # the front end is imported in the child
     import ragged_attention.torch  # noqa: F401
 
     expect_right_in_copies()  # before the first call
-    beside(expect_right, expect_right_in_copies, lambda: "numba" in sys.modules)  # while another thread makes it
-    expect_right_in_copies()  # after it
+    beside(expect_right, expect_right_in_copies, lambda: "numba" in sys.modules)  # during it, in another thread
+    expect_right_in_copies()  # after the first call
     ended = threading.Event()
 
     def call_all_the_time() -> None:
@@ -121,7 +121,7 @@ def main() -> None:
         ended.set()
 
     beside(call_all_the_time, fork_all_the_time, lambda: True)
-    beside(expect_right_in_copies, expect_right, lambda: True)  # a thread is the one that forks
+    beside(expect_right_in_copies, expect_right, lambda: True)  # here the other thread forks
     fork_while_compiling()
     expect_right_in_a_process(multiprocessing.get_context("fork"))
     server = multiprocessing.get_context("forkserver")

@@ -1,7 +1,7 @@
-"""Kernels for CPUs whose memory runs out at any one of their requests; for a process of its own.
+"""CPU kernels that run out of memory at each of their allocations in turn; run as a script in a separate process.
 
-Every operation is called again and again, its first request refused, then all but the first, and so on: each call fails
-as it should, or gives what the definition gives.
+Every operation is called repeatedly. The first call is granted no allocation, the second call one, and so on. Each call
+must raise the expected error or give the result of the reference implementation.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ from ragged_attention.testing.suite import corners  # noqa: E402
 
 ALLOCATES_NOTHING = "page_indices_to_slots"
 FOR_JAX = {"attention": "ragged_paged_attention", "packed gradient": "varlen_attention_backward"}
-granted, asked = sys.maxsize, 0  # requests, of one call
+granted, asked = sys.maxsize, 0  # allocations of one call: the limit, and the number requested so far
 real = ctypes.CDLL(None).aligned_alloc
 real.argtypes, real.restype = (ctypes.c_size_t, ctypes.c_size_t), ctypes.c_void_p
 
@@ -39,7 +39,7 @@ def limited(alignment: int, size: int) -> int | None:
 
 
 def run(runner: Runner, check: Check, limit: int) -> bool:
-    """Run a check with so many requests granted; returns whether it found no memory."""
+    """Whether a check runs out of memory if only `limit` allocations are granted."""
     global granted, asked
     granted, asked = limit, 0
     try:
@@ -56,7 +56,7 @@ def run(runner: Runner, check: Check, limit: int) -> bool:
 
 
 def first_corners() -> dict[str, Check]:
-    """The first one of each kind, by what its name begins with."""
+    """The first corner of each kind; a corner's kind is its name up to the first comma."""
     found: dict[str, Check] = {}
     for check in corners():
         found.setdefault(check.name.partition(",")[0], check)
@@ -64,7 +64,10 @@ def first_corners() -> dict[str, Check]:
 
 
 def starve(runner: Runner, checks: Iterable[Check], operations: Iterable[str]) -> None:
-    """Print how many limits each check fails under that is the first to call one of the operations."""
+    """Starve each check that is the first to call one of the operations.
+
+    For each of these checks, print the number of limits under which it ran out of memory.
+    """
     left = set(operations)
     for check in checks:
         ANSWERED.clear()
@@ -76,7 +79,7 @@ def starve(runner: Runner, checks: Iterable[Check], operations: Iterable[str]) -
             continue
         left -= called
         failed, limit = 0, 0
-        while limit == 0 or asked >= limit:  # it asked for more than it was granted
+        while limit == 0 or asked >= limit:  # the last run reached its limit
             failed += run(runner, check, limit)
             limit += 1
         assert failed, check

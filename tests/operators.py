@@ -1,4 +1,4 @@
-"""The arguments of torch's operators, for tests of them."""
+"""Arguments for tests of the torch operators."""
 
 import inspect
 from typing import Any
@@ -9,7 +9,7 @@ from ragged_attention.torch._operators import FRONT_END
 
 
 def operator_arguments(operation: str, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-    """What `torch.ops.ragged_attention.<operation>` takes for a call of the public function, on the backend `eager`."""
+    """The arguments of `torch.ops.ragged_attention.<operation>` for a call of the public function on `eager`."""
     given = inspect.signature(getattr(rt, operation)).bind(*arguments, **keywords)
     given.apply_defaults()
     record = CALLS[operation]

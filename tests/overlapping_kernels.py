@@ -1,4 +1,7 @@
-"""Where the kernels of a call wait for each other in their PTX; run as a script, without TRITON_INTERPRET."""
+"""The positions in PTX at which the kernels of a call wait for each other; run as a script, without TRITON_INTERPRET.
+
+The script prints the kernels of each case and architecture as JSON.
+"""
 
 import json
 import re
@@ -23,13 +26,13 @@ MARKS = {
 
 
 def marks(ptx: str) -> list[str]:
-    """In the order of the text what of MARKS there is, repetitions left out."""
+    """The names of the MARKS that occur in the text, in order and without immediate repetitions."""
     found = [name for line in ptx.splitlines() for name, pattern in MARKS.items() if re.search(pattern, line)]
     return [name for before, name in zip([None, *found], found, strict=False) if name != before]
 
 
 def kernels(case: PagedCase, arch: str) -> Iterator[tuple[str, bool, list[str]]]:
-    """Each launch of a case: its kernel, whether it may begin early, and its marks."""
+    """For each launch of a case: its kernel, whether it may begin before the previous kernel ends, and its marks."""
     for launch in compiling.record(case.attention_call(device_of("torch", arch))):
         yield launch.name, launch.launch_pdl, marks(compiling.compiled_by_triton(launch, arch).asm["ptx"])
 

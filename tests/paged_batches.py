@@ -1,7 +1,7 @@
-"""Batches for the drop-ins over paged caches of JAX, EasyDeL and ejKernel.
+"""Batches for tests of the drop-ins for JAX, EasyDeL and ejKernel over paged caches.
 
-Whatever no query may see is as bad as it gets: slots behind a sequence's length and pages of nobody are NaN, and
-entries of the page table behind the last used page are no pages.
+Everything that no query may read is hostile: slots after a sequence's end and unused pages hold NaN, and page table
+entries after the last used page are invalid.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ NO_PAGE = -12345
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The six arrays that JAX's and ejKernel's ragged attention take, in their order."""
+    """The six array arguments of JAX's and ejKernel's ragged attention, in their order."""
 
     q: Any
     kv_pages: Any
@@ -33,14 +33,14 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Rows of q that are no padding."""
+        """The number of rows of q without the padding."""
         return int(self.cu_q_lens[int(self.num_seqs[0])])
 
     def with_(self, **changes: Any) -> "Batch":
         return dataclasses.replace(self, **changes)
 
     def defined(self, **options: Any) -> Any:
-        """What the definition says in float64, for caches that are not quantised."""
+        """The result of the reference implementation in float64, for caches that are not quantised."""
         q, kv_pages = (np.asarray(array, np.float64) for array in (self.q, self.kv_pages))
         return definition(q, kv_pages, *map(np.asarray, self.arrays[2:]), **options)
 
@@ -58,7 +58,7 @@ def ragged(
     pages_per_seq: int = 0,
     seed: int = 0,
 ) -> Batch:
-    """A batch of sequences (q_len, kv_len), then `padding` rows of q and `more_seqs` rows of the tables."""
+    """A batch of sequences (q_len, kv_len), followed by `padding` rows of q and `more_seqs` unused table rows."""
     rng = np.random.default_rng(seed)
     pages = [-(-kv_len // page_size) for _, kv_len in lens]
     count, num_seqs = sum(pages) + 2, len(lens) + more_seqs
@@ -70,7 +70,7 @@ def ragged(
             page = table[seq, column] = next(free)
             live = min(page_size, kv_len - column * page_size)
             kv[page, :live] = rng.standard_normal((live, *kv.shape[2:]))
-    cu_q_lens = np.zeros(num_seqs + 1, np.int32)  # JAX's tests leave zeros behind the last sequence
+    cu_q_lens = np.zeros(num_seqs + 1, np.int32)  # zeros follow the last sequence, as in JAX's tests
     cu_q_lens[1 : len(lens) + 1] = np.cumsum([q_len for q_len, _ in lens])
     kv_lens = np.zeros(num_seqs, np.int32)
     kv_lens[: len(lens)] = [kv_len for _, kv_len in lens]
@@ -86,5 +86,5 @@ def ragged(
 
 
 def heads_first(pages: Any) -> tuple[Any, Any]:
-    """K and V of interleaved pages as [num_kv_heads, num_pages, page_size, head_dim] each."""
+    """The keys and the values of interleaved pages, each [num_kv_heads, num_pages, page_size, head_dim]."""
     return jnp.moveaxis(pages[:, :, 0::2], 2, 0), jnp.moveaxis(pages[:, :, 1::2], 2, 0)

@@ -1,6 +1,6 @@
-"""Our own Pallas kernels with one planted fault each, for the suite to catch.
+"""Mutants of our own Pallas kernels, each with one planted fault that the suite must catch.
 
-As a script it judges one of them: `python -m tests.pallas_mutants NAME <arguments of the interpreter's module>`.
+As a script, `python -m tests.pallas_mutants NAME <arguments of testing.tpu_interpreter>` runs checks on one of them.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parent.parent / "kernels_pallas"
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A module of the room, the text in it that is replaced wherever it stands, and the checks one of which fails."""
+    """A Pallas module, the text that is replaced wherever it occurs in it, and checks at least one of which fails."""
 
     module: str
     honest: str
@@ -109,7 +109,7 @@ MUTANTS = {
 
 
 def plant(mutant: Mutant) -> None:
-    """Put the faulty module in the place of the honest one, before anything imports that."""
+    """Install the faulty module in place of the correct one; call this before anything imports that module."""
     name = f"{ROOM}.{mutant.module}"
     room = importlib.import_module(ROOM)
     spec = importlib.util.find_spec(name)

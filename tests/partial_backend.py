@@ -1,4 +1,4 @@
-"""A partial backend: a NumPy decode of bfloat16 over pages of 16 slots, and the same with one planted fault."""
+"""A partial backend: a NumPy decode of bfloat16 over pages of 16 slots, with an optional planted fault."""
 
 import sys
 import types
@@ -23,7 +23,10 @@ FAULTS = (
 
 
 def why_not(call: Any) -> str | None:
-    """The refusal of all but one dtype, one page size, two head sizes, one layout and one query per sequence."""
+    """Why the backend does not support a call, or None.
+
+    It supports one dtype, one page size, two head sizes, one layout and one query per sequence.
+    """
     if isinstance(call.kv_pages, tuple):
         return "takes K and V in one array"
     for array in (call.q, call.kv_pages):
@@ -39,7 +42,7 @@ def why_not(call: Any) -> str | None:
 
 
 def decode(fault: str) -> Callable[..., Any]:
-    """The kernel with a fault, or without one if it is the empty string."""
+    """The kernel with a fault, or the correct kernel if `fault` is the empty string."""
 
     def attend(**given: Any) -> Any:
         q, pages, table = given["q"], given["kv_pages"], given["page_indices"]
@@ -108,7 +111,7 @@ def decode(fault: str) -> Callable[..., Any]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> Runner:
-    """The runner of the backend, with a fault if one is named."""
+    """A runner of the backend, with a fault if one is named."""
 
     def run(call: Any, tile: Any, launch: Any) -> Any:
         del tile
@@ -118,7 +121,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> Runner:
 
 
 def announce(monkeypatch: pytest.MonkeyPatch, operation: str, **names: Any) -> Runner:
-    """The runner of a backend with one operation, announced as another distribution's is."""
+    """A runner of a backend with one operation, registered like the backend of another distribution."""
     room, module = types.ModuleType("partial_room"), types.ModuleType(f"partial_room.{operation}")
     room.__path__ = []  # type: ignore[attr-defined]
     room.__spec__ = ModuleSpec(room.__name__, None, is_package=True)

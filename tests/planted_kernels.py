@@ -1,4 +1,4 @@
-"""Kernels that must not ship, for the test of the checker; run as a script, without TRITON_INTERPRET."""
+"""Kernels that must not ship, with which the checker is tested; run as a script, without TRITON_INTERPRET."""
 
 from typing import Any
 

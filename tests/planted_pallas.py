@@ -1,6 +1,6 @@
-"""A small honest Pallas kernel and its faulty twins, for tests of what judges Pallas kernels.
+"""A small correct Pallas kernel and its faulty variants, for tests of the checks of Pallas kernels.
 
-As a script it judges one of them: `python -m tests.planted_pallas FAULT <arguments of the interpreter's module>`.
+As a script, `python -m tests.planted_pallas FAULT <arguments of testing.tpu_interpreter>` runs checks on one of them.
 """
 
 import sys
@@ -27,7 +27,10 @@ FAULTS = (
 
 
 def _merge_kernel(lses: Any, outs: Any, out: Any, buffer: Any, semaphores: Any, *, parts: int, fault: str) -> None:
-    """Weighs partial results by their lse, which lies in vector memory; they come by double-buffered copies."""
+    """Sum partial results, weighted by their lse.
+
+    The lse is in vector memory. The partial results arrive in double-buffered copies.
+    """
 
     def copy(part: Any) -> Any:
         slot = 0 if fault == "one semaphore for both slots" else part % 2
@@ -72,7 +75,7 @@ def merge(outs: jax.Array, lses: jax.Array, fault: str) -> tuple[jax.Array, jax.
 
 
 def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
-    """Make the kernel with this fault a backend; what jax holds of one that was planted before is forgotten."""
+    """Register the kernel with this fault as a backend, and clear jax's caches of earlier planted kernels."""
     if fault not in FAULTS:
         raise ValueError(f"expected a fault among {', '.join(FAULTS)}, got {fault!r}")
     parent, module = types.ModuleType(ROOM), types.ModuleType(f"{ROOM}.{OPERATION}")
@@ -88,7 +91,7 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     patch.setitem(sys.modules, ROOM, parent)
     patch.setitem(sys.modules, module.__name__, module)
     patch.setattr(dispatch, "third_party_packages", lambda: {BACKEND: ROOM})
-    patch.setattr(dispatch, "load", dispatch.load.__wrapped__)  # another kernel of this name may be in the cache
+    patch.setattr(dispatch, "load", dispatch.load.__wrapped__)  # bypass the cache, which may hold an earlier kernel
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Planting a wrong kernel: the definition with some of its functions replaced, as a backend like another package's."""
+"""Planted wrong kernels: the reference with some functions replaced, registered like another package's backend."""
 
 import importlib
 import sys
@@ -22,7 +22,7 @@ ROOM = "mutant_room"
 
 
 def _module(honest: types.ModuleType, function: Function) -> types.ModuleType:
-    """An implementation whose `run` is the honest one's, with the operation's function replaced."""
+    """A copy of the correct implementation whose `run` uses `function` for the operation."""
     operation = honest.__name__.rpartition(".")[2]
     module = types.ModuleType(f"{ROOM}.{operation}")
     module.__spec__ = ModuleSpec(module.__name__, None)
@@ -36,7 +36,7 @@ def _module(honest: types.ModuleType, function: Function) -> types.ModuleType:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function]) -> Runner:
-    """The runner of a backend that computes each operation by its function, honestly where none is given."""
+    """A runner of a backend that computes each operation by its given function, and the others correctly."""
     parent = types.ModuleType(ROOM)
     parent.__spec__ = ModuleSpec(ROOM, None, is_package=True)
     parent.__path__ = []  # type: ignore[attr-defined]
@@ -46,24 +46,24 @@ def planted(monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function]) 
         module = _module(honest, functions.get(operation) or getattr(honest, operation))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"mutant": ROOM})
-    monkeypatch.setattr(drawing, "PHASES", (Phase.generate,))  # a failure is wanted here, not a small one
+    monkeypatch.setattr(drawing, "PHASES", (Phase.generate,))  # do not shrink: any failure will do
     dispatch.load.cache_clear()
     return runner_for("mutant", "torch")
 
 
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Runner]]:
-    """Plant functions in place of the honest ones as a backend, and return its runner."""
+    """A function that replaces the given operations' functions in a backend and returns its runner."""
     yield lambda **functions: planted(monkeypatch, functions)
     dispatch.load.cache_clear()
 
 
 def failures(runner: Runner, checks: Iterable[Check], examples: int) -> Iterable[str]:
-    """The checks that a backend fails, as they are found."""
+    """The names of the checks that a backend fails, yielded one by one."""
     for check in checks:
         try:
             check.run(runner, examples)
         except AssertionError:
             yield check.name
-        except Absent:  # no fault: the definition has nothing to tune
+        except Absent:  # not a failure: the reference has no tunables
             continue

@@ -1,4 +1,4 @@
-"""Small PTX texts, and how they are run: one instruction on some lanes, or a whole kernel on named arrays."""
+"""Small PTX texts and functions that run them: one instruction on some lanes, or a whole kernel on named arrays."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,11 +12,11 @@ from ragged_attention.testing.ptx.memory import Memory
 from ragged_attention.testing.ptx.parsing import parse
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
-REGISTERS = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}  # the registers that hold numbers of so many bytes
+REGISTERS = {1: "b16", 2: "b16", 4: "b32", 8: "b64"}  # register type by the element size in bytes
 
 
 def kernel_text(body: str, pointers: Sequence[str], threads: int, maps: Sequence[str] = ()) -> str:
-    """A kernel with pointers as parameters (in %p_<name>) and tensor maps, and registers of every kind to use."""
+    """A kernel whose parameters are pointers (loaded into %p_<name>) and tensor maps, with registers of every kind."""
     params = ", ".join(
         [f".param .u64 {name}" for name in pointers] + [f".param .align 64 .b8 {name}[128]" for name in maps]
     )
@@ -54,9 +54,10 @@ def run_text(
     maps: Mapping[str, tuple[str, TensorMap]] | None = None,
     **options: Any,
 ) -> Outcome:
-    """Run a text on arrays, which it changes in place; those named in `unwritten` hold nothing at first.
+    """Run a text on arrays, which it changes in place; the arrays named in `unwritten` are uninitialised.
 
-    `maps` has by name the array that a map is of, and the map, whose address counts from there.
+    `maps` has, for each tensor map's name, the name of its array and the map. The map's address is relative to the
+    array.
     """
     kernel, memory = parse(text), Memory()
     params: dict[str, Any] = {}
@@ -74,7 +75,10 @@ def run_text(
 
 
 def evaluate(code: str, *inputs: Any, result: str, shared: int = 0) -> NDArray[Any]:
-    """What `code` makes of %a, %b, %c, %e, one element of each input a lane, in %out, of dtype `result`."""
+    """The values of %out, of dtype `result`, after `code` has run on one element of each input per lane.
+
+    The inputs are in the registers %a, %b, %c and %e.
+    """
     arrays = [np.atleast_1d(given) for given in inputs]
     count = max(array.size for array in arrays)
     threads = -(-count // 32) * 32
@@ -99,12 +103,12 @@ def evaluate(code: str, *inputs: Any, result: str, shared: int = 0) -> NDArray[A
 
 
 def texts_of(outcome: Outcome) -> str:
-    """The texts of all reports."""
+    """The texts of all reports, one a line."""
     return "\n".join(report.text for report in outcome.reports.values())
 
 
 def without(body: str, mark: str, instead: str = "") -> str:
-    """The body with the one line that ends in `// mark` dropped or replaced."""
+    """The body without the one line that ends in `// <mark>`, which `instead` replaces."""
     lines = [line for line in body.split("\n") if line.rstrip().endswith(f"// {mark}")]
     assert len(lines) == 1, f"{len(lines)} lines are marked {mark}"
     return body.replace(lines[0], instead)

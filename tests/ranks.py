@@ -1,8 +1,8 @@
-"""Checks that several processes make together, as ranks of a gloo group; run as a script.
+"""Checks that several processes run together, as ranks of a gloo group; run as a script.
 
-`python -m tests.ranks 4 heads decode` forks four ranks, which is quicker than to start them, and has all of them make
-these checks one after another. A check is a function `check_<name>(rank, size)` that raises where something is wrong;
-what rank 0 returns is printed as JSON. A rank that fails ends all.
+`python -m tests.ranks 4 heads decode` forks four ranks, which is quicker than starting new processes. All ranks run
+`check_heads` and then `check_decode`. A check is a function `check_<name>(rank, size)` that raises if something is
+wrong. The result of rank 0 is printed as JSON. If a rank fails, all ranks end.
 """
 
 import importlib
@@ -33,17 +33,17 @@ from ragged_attention.calls.sharding import NEEDS_ALL_HEADS, KvShard, heads_of_a
 from ragged_attention.errors import InvalidInput
 from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, random_ranges, shards_of
 
-# Called in ways that their overloads do not list.
+# Typed as Any, because the checks call these functions in ways that their overloads do not list.
 rt: Any = importlib.import_module("ragged_attention.torch")
 rd: Any = importlib.import_module("ragged_attention.torch.distributed")
 TIMEOUT = timedelta(seconds=60)
 
 
-# ---- what is counted
+# ---- counters of operations, memory and traffic
 
 
 class Watched(TorchDispatchMode):
-    """Counts the operations of process groups, and the most bytes of new tensors that are alive at once."""
+    """Counts the operations of process groups and the peak bytes of new tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Watched(TorchDispatchMode):
 
 
 def written_bytes() -> int:
-    """What this process has written so far by system calls, sockets among it."""
+    """The bytes that this process has written by system calls so far, including those to sockets."""
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
 
 
@@ -92,11 +92,11 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
     assert said == match, said
 
 
-# ---- heads
+# ---- attention divided by heads
 
 
 def operator_call(operation: str, size: int) -> tuple[dict[str, Any], list[Any]]:
-    """A record's arguments with heads that `size` ranks divide, and the same as its operator takes them."""
+    """An operation's arguments, whose heads can be divided among `size` ranks: by name, and flat for its operator."""
     arguments = {
         name: tuple(map(torch.from_numpy, value)) if isinstance(value, tuple)
         else torch.from_numpy(value) if hasattr(value, "shape") else value
@@ -106,7 +106,10 @@ def operator_call(operation: str, size: int) -> tuple[dict[str, Any], list[Any]]
 
 
 def check_heads(rank: int, size: int) -> Any:
-    """Every operator on DTensors that are sharded over heads: the bits of one device, and not one message."""
+    """Every operator on DTensors that are sharded over heads gives the bits of one device, without communication.
+
+    Results that are partial sums are only close. Returns the operations that have sharded results.
+    """
     mesh = init_device_mesh("cpu", (size,))
     divided = []
     for operation, record in CALLS.items():
@@ -124,7 +127,7 @@ def check_heads(rank: int, size: int) -> Any:
                 placement = Shard(value.ndim + where.axis) if where is not None and many else Replicate()
                 value = distribute_tensor(value, mesh, [placement], src_data_rank=None)
             parts.append(value)
-        with ra.use_backend(batch_invariant=True):  # else a call with fewer heads may divide its keys otherwise
+        with ra.use_backend(batch_invariant=True):  # otherwise the number of heads may change the KV splits
             expected = operator(*whole, None, None)
             with Watched() as watched:
                 found = operator(*parts, None, None)
@@ -133,7 +136,7 @@ def check_heads(rank: int, size: int) -> Any:
         pairs = (
             [] if expected is None else list(zip(*((x if several else [x]) for x in (found, expected)), strict=True))
         )
-        if record.WRITES:  # what was written
+        if record.WRITES:  # compare the arguments that were written too
             pairs += [(part, value) for part, value in zip(parts, whole, strict=True) if isinstance(part, DTensor)]
         for index, (part, value) in enumerate(pairs):
             assert part.shape == value.shape, (operation, index, part.shape, value.shape)
@@ -149,7 +152,10 @@ def check_heads(rank: int, size: int) -> Any:
 
 
 def check_gradients_over_heads(rank: int, size: int) -> None:
-    """Autograd through DTensors: gradients are divided as what they are of, that of a shared key is a part of a sum."""
+    """Autograd works through DTensors.
+
+    A gradient is sharded like its input. The gradient of a shared KV head is a partial sum.
+    """
     mesh = init_device_mesh("cpu", (size,))
     edges = torch.tensor([0, 7, 7, 12], dtype=torch.int32)
     for kv_heads in (size, 1):
@@ -187,7 +193,7 @@ def check_gradients_over_heads(rank: int, size: int) -> None:
 
 
 def check_meshes(rank: int, size: int) -> None:
-    """Heads over one dimension of a mesh of two, and over both."""
+    """Heads can be sharded over one dimension of a two-dimensional mesh, and over both."""
     mesh = init_device_mesh("cpu", (2, size // 2))
     edges = torch.tensor([0, 7, 12], dtype=torch.int32)
     torch.manual_seed(7)
@@ -203,7 +209,7 @@ def check_meshes(rank: int, size: int) -> None:
 
 
 def check_writes_over_heads(rank: int, size: int) -> None:
-    """`new_kv=` and `out=` on DTensors write this rank's own memory."""
+    """`new_kv=` and `out=` on DTensors write to the rank's local memory."""
     mesh = init_device_mesh("cpu", (size,))
     arguments, _ = operator_call("ragged_paged_attention", size)
     tables = [arguments[name] for name in ("kv_lens", "page_indices", "cu_q_lens")]
@@ -238,11 +244,11 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
     refused(f"expected num_kv_heads of k {what}", attend, odd * size, odd, Shard(1), Replicate())
     said = "expected q placed as Shard(dim=1), as its heads are, got Shard(dim=0)"
     refused(said, attend, heads, heads, Shard(0), Shard(1))
-    assert attend(heads, heads, Replicate(), Shard(1)).placements == (Shard(1),)  # a rank has those heads already
+    assert attend(heads, heads, Replicate(), Shard(1)).placements == (Shard(1),)  # replicated heads need no transfer
     one, two = (distribute_tensor(torch.zeros(5, heads, 16), mesh, [Shard(1)], src_data_rank=None) for _ in "ab")
     refused("expected v to be a DTensor, as other arrays of the call are, got a Tensor",
             rt.varlen_attention, one, two, torch.zeros(5, heads, 16), edges, edges)  # fmt: skip
-    if size > 1:  # each rank would take its one list for one of all its heads
+    if size > 1:  # each rank has one local list and would take it for a list that all its heads share
         what = f"one list for all KV heads or one for each of num_kv_heads={heads}, got {size}"
         lists = {"selected": torch.zeros(5, size, 1, dtype=torch.int32), "block_size": 8}
         refused(f"expected selected to have {what}", rt.varlen_attention, one, two, two, edges, edges, **lists)
@@ -262,18 +268,18 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
             rt.indexer_topk, q, keys, weights, 3, starts=torch.zeros_like(ends), stops=ends)  # fmt: skip
 
 
-# ---- positions
+# ---- caches divided by positions
 
 
 def own_table(shard: KvShard) -> torch.Tensor:
-    """A page table with room for all positions of a rank, its pages in no order."""
+    """A page table that is large enough for all positions of a rank, with pages in random order."""
     pages = -(-max(LENS) // PAGE) + 1
     generator = torch.Generator().manual_seed(shard.rank)
     return torch.randperm(len(LENS) * pages, generator=generator).reshape(len(LENS), pages).to(torch.int32)
 
 
 def own_cache(shard: KvShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of rows [S, L, ...] a rank's pages [P, G, ...], NaN where nothing is, and its table."""
+    """A rank's pages [P, G, ...] of the rows [S, L, ...], with NaN in unused slots, and its page table."""
     table = own_table(shard)
     pages = torch.full((table.numel() * PAGE, *rows.shape[2:]), torch.nan)
     for seq, length in enumerate(LENS):
@@ -282,12 +288,15 @@ def own_cache(shard: KvShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.T
         pages[slots[slots >= 0].long()] = rows[seq, :length][slots >= 0]
         assert int((slots >= 0).sum()) == int(shard.lengths(torch.tensor(length)))
     pages = pages.unflatten(0, (-1, PAGE))
-    table[:, -1] = 10**6  # which nobody is to look up
+    table[:, -1] = 10**6  # no call may look up this column
     return pages, table
 
 
 def check_decode(rank: int, size: int) -> None:
-    """Decode and drafts over pages of several ranks: what one device gives, as a merge in order of rank has it."""
+    """Decode and drafts over the pages of several ranks give the result of one device.
+
+    The bits are those of a merge in order of rank.
+    """
     torch.manual_seed(2)
     rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
     sinks, kv_lens = torch.randn(HEADS), torch.tensor(LENS, dtype=torch.int32)
@@ -298,7 +307,7 @@ def check_decode(rank: int, size: int) -> None:
     found: Any = None
     for lens_q in ((1, 1, 0, 1), (5, 2, 0, 1)):
         edges = torch.tensor([0, *torch.tensor(lens_q).cumsum(0)], dtype=torch.int32)
-        q = torch.randn(int(edges[-1]) + 2, HEADS, WIDTH)  # and two rows of padding
+        q = torch.randn(int(edges[-1]) + 2, HEADS, WIDTH)  # the last two rows are padding
         keywords: dict[str, Any] = {"soft_cap": 20.0, "k_scale": 0.5, "v_scale": 2.0}
         expected = rt.ragged_paged_attention(
             q, whole, kv_lens, whole_table, edges, sinks=sinks, return_lse=True, **keywords
@@ -314,7 +323,7 @@ def check_decode(rank: int, size: int) -> None:
             for part, value in zip(found, expected, strict=True):
                 torch.testing.assert_close(part, value, rtol=1e-5, atol=1e-5)
             outs, lses = [], []
-            for other in range(size):  # the same on one device
+            for other in range(size):  # compute the parts of all ranks in this process
                 pages, table = own_cache(rule.at(other), rows)
                 tables = (kv_lens, table, edges)
                 if max(lens_q) > 1:
@@ -338,7 +347,7 @@ def check_decode(rank: int, size: int) -> None:
 
 
 def check_half(rank: int, size: int) -> None:
-    """Queries and pages in bfloat16, on a backend by name."""
+    """Context-parallel decode works with bfloat16 queries and pages on a named backend."""
     torch.manual_seed(9)
     rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
     kv_lens, q = torch.tensor(LENS, dtype=torch.int32), torch.randn(len(LENS), HEADS, WIDTH).bfloat16()
@@ -354,7 +363,7 @@ def check_half(rank: int, size: int) -> None:
 
 
 def check_scaled_queries(rank: int, size: int) -> None:
-    """8-bit queries divided by heads, with one scale or one for each head."""
+    """8-bit queries sharded over heads work with one scale and with one scale for each head."""
     mesh = init_device_mesh("cpu", (size,))
     torch.manual_seed(5)
     q, pages = (
@@ -375,7 +384,7 @@ def check_scaled_queries(rank: int, size: int) -> None:
 
 
 def check_live_sequences(rank: int, size: int) -> None:
-    """What stands behind the live sequences is never read, nor is it where a query of theirs is looked up."""
+    """The table entries after the live sequences are never read, not even to find a query's sequence."""
     torch.manual_seed(8)
     rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
     kv_lens, q = torch.tensor([41, 3, 10**9, -7], dtype=torch.int32), torch.randn(6, HEADS, WIDTH)
@@ -390,7 +399,10 @@ def check_live_sequences(rank: int, size: int) -> None:
 
 
 def check_mla_decode(rank: int, size: int) -> None:
-    """Latent decode over caches of several ranks, dense, causal and over lists of positions."""
+    """Latent decode over the caches of several ranks gives the result of one device.
+
+    The cases are dense, causal, and sparse over lists of positions.
+    """
     torch.manual_seed(3)
     rows = torch.randn(len(LENS), max(LENS), 1, 48)
     sinks, kv_lens = torch.randn(HEADS), torch.tensor(LENS, dtype=torch.int32)
@@ -401,7 +413,7 @@ def check_mla_decode(rank: int, size: int) -> None:
     found: Any = None
     q = torch.randn(len(LENS), 2, HEADS, 48)
     listed = torch.stack([torch.randint(-1, max(length, 1), (2, 9), dtype=torch.int32) for length in LENS])
-    listed[2] = -1  # an empty sequence has nothing to list
+    listed[2] = -1  # sequence 2 is empty, so its lists hold no positions
     slots = rt.page_indices_to_slots(listed, whole_table, PAGE)
     for lens in (None, torch.tensor([9, 4, 7, 0], dtype=torch.int32), torch.full((len(LENS), 2), 5, dtype=torch.int32)):
         expected = rt.mla_decode(q, whole, indices=slots, topk_lens=lens, d_v=32, sinks=sinks)
@@ -468,20 +480,27 @@ def check_what_positions_refuse(rank: int, size: int) -> None:
             rd.zigzag_part, rows)  # fmt: skip
 
 
-# ---- packed sequences
+# ---- context-parallel attention over packed sequences
 
 
 def packed(size: int, pieces: int, heads: tuple[int, int] = (4, 2)) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Leaves q, k, v and sinks over `2 * size` pieces of so many tokens, and edges of sequences of all kinds."""
+    """The leaves q, k, v and sinks for `2 * size` pieces of `pieces` tokens, and the edges of all kinds of sequence."""
     torch.manual_seed(4)
     tokens = 2 * size * pieces
     leaves = [torch.randn(tokens, count, width) for count, width in ((heads[0], 16), (heads[1], 16), (heads[1], 8))]
-    cuts = [0, 1, 1, pieces - 1, 2 * pieces + 2, tokens - 3]  # one of a token, an empty one, across pieces, padding
+    cuts = [
+        0,
+        1,
+        1,
+        pieces - 1,
+        2 * pieces + 2,
+        tokens - 3,
+    ]  # one token, an empty sequence, sequences across pieces, padding
     return [*leaves, torch.randn(heads[0])], torch.tensor(cuts, dtype=torch.int32)
 
 
 def check_varlen(rank: int, size: int) -> None:
-    """A ring of packed sequences gives what one device gives, with its gradients, and always the same bits."""
+    """Ring attention over packed sequences has the results and gradients of one device, and equal bits in each run."""
     leaves, edges = packed(size, 6)
     weights, lse_weights = torch.randn(len(leaves[0]), 4, 8), torch.randn(len(leaves[0]), 4)
     live = (torch.arange(len(leaves[0])) < edges[-1])[:, None]
@@ -498,7 +517,7 @@ def check_varlen(rank: int, size: int) -> None:
             lse_part = torch.where(rd.zigzag_part(live), found[1] * rd.zigzag_part(lse_weights), 0.0)
             ((found[0] * rd.zigzag_part(weights)).sum() + lse_part.sum()).backward()
             gradients: list[Any] = [leaf.grad for leaf in own]
-            dist.all_reduce(gradients[3])  # as of every replicated parameter
+            dist.all_reduce(gradients[3])  # sinks are replicated, so their gradients are summed over ranks
             runs.append([*(part.detach() for part in found), *gradients])
         for one, two in zip(*runs, strict=True):
             same(one, two, "another run")
@@ -510,9 +529,12 @@ def check_varlen(rank: int, size: int) -> None:
     order = rd.zigzag_part(torch.arange(4 * size))
     same(order, torch.tensor([2 * rank, 2 * rank + 1, 4 * size - 2 * rank - 2, 4 * size - 2 * rank - 1]), "zigzag")
     own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]]
-    tunables = {"backend": "numba", "options": {"block_kv": 32}}  # of the forward pass: its gradient has others
+    tunables = {
+        "backend": "numba",
+        "options": {"block_kv": 32},
+    }  # for the forward pass only: the backward pass has other options
     rd.context_parallel_varlen_attention(*own, edges, **tunables).sum().backward()
-    with ra.use_backend("eager"):  # which autograd's own thread would not know
+    with ra.use_backend("eager"):  # a context of this thread, not of the thread in which autograd runs
         rd.context_parallel_varlen_attention(*own, edges).sum().backward()
     half = [leaf.to(torch.bfloat16) for leaf in leaves[:3]]
     found = rd.zigzag_whole(rd.context_parallel_varlen_attention(*map(rd.zigzag_part, half), edges))
@@ -520,12 +542,12 @@ def check_varlen(rank: int, size: int) -> None:
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 
 
-# ---- what moves, what is held
+# ---- traffic and memory
 
 
 def moved(work: Callable[[], Any]) -> int:
-    """The bytes that this rank's process writes to others while it does some work; none is buffered on the way."""
-    work()  # connections are made
+    """The bytes that this rank's process writes to others during `work`, without any output of its own."""
+    work()  # opens the connections
     dist.barrier()
     before = written_bytes()
     work()
@@ -535,7 +557,7 @@ def moved(work: Callable[[], Any]) -> int:
 
 
 def check_traffic(rank: int, size: int) -> dict[str, int]:
-    """The bytes that each form moves, as the kernel counts them."""
+    """The bytes that each kind of call sends, as counted by the operating system."""
     form = TRAFFIC
     q = torch.randn(form["tokens"], form["heads"], form["width"])
     lens = torch.full((form["tokens"],), 4, dtype=torch.int32)
@@ -561,7 +583,7 @@ def check_traffic(rank: int, size: int) -> dict[str, int]:
 
 
 def check_memory(rank: int, size: int) -> dict[str, int]:
-    """The most bytes that a rank holds besides its inputs over a forward and a backward pass of 3072 tokens."""
+    """The peak bytes of a rank, without its inputs, in a forward and a backward pass of 3072 tokens."""
     leaves, _ = packed(size, 1536 // size)
     own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]]
     edges = torch.tensor([0, 3072], dtype=torch.int32)
@@ -571,9 +593,9 @@ def check_memory(rank: int, size: int) -> dict[str, int]:
 
 
 def check_death(rank: int, size: int) -> None:
-    """A rank that dies in the middle of a call: the others are to see an error, not to wait."""
+    """If a rank dies in the middle of a call, the others raise an error and do not wait."""
     if rank == size - 1:
-        for other in range(rank):  # each of which has connected to all by then
+        for other in range(rank):  # each sends after it has connected to all ranks
             dist.recv(torch.zeros(1), other)
         os._exit(3)
     dist.send(torch.zeros(1), size - 1)
@@ -592,7 +614,7 @@ def check_death(rank: int, size: int) -> None:
 
 
 def check_silence(rank: int, size: int) -> None:
-    """A rank that never answers: after the group's timeout the others see an error."""
+    """If a rank never answers, the others raise an error after the group's timeout."""
     group = dist.new_group(timeout=timedelta(seconds=4))
     leaves, edges = packed(size, 4)
     if rank > 0:
@@ -623,9 +645,9 @@ def work(rank: int, size: int, checks: list[str], rendezvous: str) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(1)  # without waiting for ranks that wait for this one
+        os._exit(1)  # at once: a regular exit could wait for ranks that wait for this one
     sys.stdout.flush()
-    dist.barrier()  # gloo ends a process that leaves while another still talks to it
+    dist.barrier()  # gloo aborts ranks that still communicate with a rank that has left
     dist.destroy_process_group()
 
 

@@ -1,6 +1,6 @@
-"""What a run of the tests has shown: of each operation and backend, how many tests ran it, and how they ended.
+"""A record of a test run: for each operation and backend, the number of tests that ran it, by outcome.
 
-`pytest --record=FILE` writes that as JSON, from which docs/status_table.py writes the rows for CPUs of docs/status.md.
+`pytest --record=FILE` writes the record as JSON. From it, docs/status_table.py writes the CPU rows of docs/status.md.
 """
 
 import json
@@ -20,12 +20,12 @@ PROPERTY = "answered"
 
 
 def add_options(group: Any) -> None:
-    group.addoption("--record", metavar="FILE", help="write there, as JSON, which operations ran on which backends")
+    group.addoption("--record", metavar="FILE", help="write to FILE, as JSON, which operations ran on which backends")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Give the report of each test what its runners got answers for."""
+    """Add to each test's report the pairs of operation and backend that its runners ran."""
     ANSWERED.clear()
     try:
         return (yield)
@@ -34,7 +34,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 class Record:
-    """Counts the reports of tests, where they come together: not in the processes that run them."""
+    """Counts the reports of tests, in the main process, which receives the reports of all workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config

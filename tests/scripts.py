@@ -1,4 +1,4 @@
-"""Scripts of docs/, tools/ and examples/ as modules, for they are in no package."""
+"""Loaders for the scripts of docs/, tools/ and examples/, which are not in a package."""
 
 import importlib.util
 import runpy
@@ -12,17 +12,17 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
 
 def load(path: Path) -> Any:
-    """The module that a script is when it is imported, under its own name."""
+    """A script imported as a module, under the name of its file."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where its dataclasses look themselves up
+    sys.modules[path.stem] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
 def example(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What an example defines. Examples import what stands beside them, as they do when they are run as scripts."""
+    """The names that an example defines; it can import its neighbours, as it does when run as a script."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))

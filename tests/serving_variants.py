@@ -1,5 +1,5 @@
-"""How many variants of each Triton kernel a thousand batches of serving compile; run as a script, without
-TRITON_INTERPRET. Nothing is compiled: what Triton would tell launches apart by is counted."""
+"""The number of variants of each Triton kernel that a thousand serving batches need; run as a script, without
+TRITON_INTERPRET. Nothing is compiled: the script counts the distinct keys by which Triton specialises launches."""
 
 import dataclasses
 import json
@@ -31,12 +31,12 @@ SERVED: dict[str, tuple[str, Any]] = {
 
 
 def batches(sample: Any, windows: bool) -> Iterator[Any]:
-    """The sample with other numbers of sequences and tokens, lengths and windows, as an engine's steps have them."""
+    """Copies of the sample whose numbers of sequences and tokens, lengths and windows vary like an engine's steps."""
     draw = random.Random(7)
     for _ in range(BATCHES):
         seqs = draw.randint(1, 300)
         tokens = seqs if draw.random() < 0.5 else seqs + draw.randint(1, 5000)
-        if isinstance(sample, LatentSample):  # as many queries of each sequence
+        if isinstance(sample, LatentSample):  # every sequence has the same number of queries
             tokens = seqs * draw.choice([1, 2])
         changed: dict[str, Any] = {"max_num_seqs": seqs, "num_tokens": tokens}
         if hasattr(sample, "max_len"):
@@ -49,7 +49,7 @@ def batches(sample: Any, windows: bool) -> Iterator[Any]:
 
 
 def variants(operation: str, sample: Any, windows: bool) -> dict[str, int]:
-    """Of each kernel, how many codes Triton makes."""
+    """The number of compiled variants of each kernel."""
     found: dict[str, set[Any]] = {}
     for batch in batches(sample, windows):
         for launch in compiling.record(batch.call(operation, device_of("torch", "sm_90"))):

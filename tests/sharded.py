@@ -1,8 +1,9 @@
-"""Attention with its heads sharded over eight simulated devices, beside the unsharded; run as a script.
+"""A comparison of attention whose heads are sharded over eight simulated devices with unsharded attention.
 
-`python -m tests.sharded xla`, or the mode of the interpreter that is to run the Pallas kernel. Prints whether the
-results are the same bits, and the largest difference. The interpreter wants a thread for each device at once.
-`python -m tests.sharded explicit` calls it on a mesh of explicit axes instead, and prints what is said to that.
+Run it as a script. `python -m tests.sharded xla` prints whether the results have the same bits, and their largest
+difference. With a mode of the TPU interpreter instead of `xla`, it runs the Pallas kernel; the interpreter needs a
+thread for each device at once. `python -m tests.sharded explicit` calls attention on a mesh of explicit axes and prints
+the error messages and the largest difference.
 """
 
 import contextlib
@@ -40,7 +41,7 @@ def inputs() -> list[Any]:
 
 
 def explicit() -> None:
-    """Queries and pages sharded over heads by explicit axes, of which every array's type speaks."""
+    """Attention whose queries and pages are sharded over heads by explicit axes, which are part of an array's type."""
     heads, mesh = PartitionSpec(None, "heads"), jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Explicit,))
     specs = heads, PartitionSpec(None, None, "heads"), *[PartitionSpec()] * 3
 

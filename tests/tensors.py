@@ -1,4 +1,4 @@
-"""Tensors of torch from which tests build their arguments."""
+"""Torch tensors that tests use as arguments."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ import torch
 
 
 def ints(*values: Any) -> torch.Tensor:
-    """An int32 tensor of numbers or rows."""
+    """An int32 tensor whose elements are the given numbers or rows."""
     return torch.tensor(values, dtype=torch.int32)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    """Normally distributed float32 numbers, equal for equal arguments."""
+    """A tensor of normally distributed float32 numbers; equal arguments give equal tensors."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy whose last stride is 2."""
+    """A copy of a tensor with a last stride of 2."""
     return tensor.repeat_interleave(2, -1)[..., ::2]

@@ -16,7 +16,7 @@ RUNNERS = ("torch-reference", "torch-eager", "torch-triton", "jax-reference", "j
 
 
 def covering(groups: dict[str, list[str]], known: Durations = KNOWN) -> set[str]:
-    return {node for nodes in groups.values() for node in nodes} - tiers.left_out_of_the_covering_part(groups, known)
+    return {node for nodes in groups.values() for node in nodes} - tiers.skipped_by_the_covering_tier(groups, known)
 
 
 @pytest.mark.parametrize("name", RUNNERS)

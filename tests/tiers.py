@@ -1,15 +1,17 @@
-"""Which tests a run takes: the covering part, the rest of them, or all; and of these, one shard.
+"""The tests that a run selects: the covering tier, the rest, or all tests; and of these optionally one shard.
 
-`make test` runs the covering part, `make test-all` everything, and continuous integration the covering part and one
-shard of the rest, chosen by the commit, so that over the commits everything runs.
+The covering tier is a representative part of the tests. `make test` runs it, and `make test-all` runs everything.
+Continuous integration runs the covering tier and one shard of the rest. The commit selects the shard, so that
+everything runs over a series of commits.
 
-The covering part keeps to a budget, by what tests/durations.json knows of each group of tests: the cases of one test,
-within the suite the checks of one operation on one runner, and where a test is marked with `each`, the cases of one
-value of the parameter that this names. Each group may take the same time, as much as the budget allows; of one that
-needs more, cases are left out, evenly, but one always runs, unless it alone takes longer than dozens of others and no
-mark demands it. So quick tests all run, a new test runs whole until it is measured, and the suite still checks every
-operation on every backend through both front ends. The rest is what was left out, with the tests that draw batches,
-for these draw more.
+The covering tier has a budget of seconds. tests/durations.json has the recorded seconds of each group of tests. A group
+holds the cases of one test, in the suite the checks of one operation on one runner, and for a test that is marked with
+`each`, the cases of one value of the named parameter. Every group has the same allowance, the largest that fits the
+budget. A group that needs more time skips some of its cases, evenly spaced, but runs at least one. Only a case of more
+than LONGEST seconds is skipped entirely, unless its test is marked with `each`. Therefore all quick tests run, a new
+test runs whole until it is measured, and the suite checks every operation on every backend through both front ends.
+
+The rest are the skipped tests, and the tests that draw random batches, which draw more of them there.
 """
 
 import bisect
@@ -31,9 +33,9 @@ TIERS = ("covering", "rest", "all")
 
 
 def quick_to_compile() -> str:
-    """Flags by which XLA compiles for a CPU in half the time: each module in one piece, and fusions in an older way.
+    """XLA flags that halve the time of compiling for a CPU: each module in one piece, and the older fusion emitters.
 
-    jaxlib 0.11 no longer has the older way, and XLA ends the process at a flag that it does not know.
+    jaxlib 0.11 no longer has the older emitters, and XLA aborts the process if it does not know a flag.
     """
     in_one_piece, older = "--xla_cpu_parallel_codegen_split_count=1", "--xla_cpu_use_fusion_emitters=false"
     try:
@@ -44,15 +46,17 @@ def quick_to_compile() -> str:
 
 
 QUICK_TO_COMPILE = quick_to_compile()
-# Seconds that the tests of the covering part may take together, by what is known of them. Two processes share them,
-# which have 480 s, and need the rest to collect the tests, and for first cases, which compile what others use.
+# The sum of the recorded seconds of all tests in the covering tier. Two processes share them. Each has 480 s, of which
+# it needs the rest to collect the tests and for first cases, which compile kernels that other cases reuse.
 BUDGET = 680.0
-LONGEST = 4.5  # seconds; a longer case is no part of it
+LONGEST = 4.5  # seconds; a case that takes longer is not in the covering tier
 
 
 def add_options(group: Any) -> None:
     group.addoption("--tier", choices=TIERS, help="default: covering; all in larger profiles and for tests by their id")
-    group.addoption("--shard", metavar="WHICH/COUNT", help="of these tests one shard; WHICH is a number or any text")
+    group.addoption(
+        "--shard", metavar="WHICH/COUNT", help="run one shard of these tests; WHICH is a number or any text"
+    )
 
 
 def tier_of(config: pytest.Config) -> str:
@@ -64,7 +68,7 @@ def tier_of(config: pytest.Config) -> str:
 def configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "each(parameter): at least one case of each of its values runs")
     if tier_of(config) == "covering":
-        # Compiling is most of what tests from jax do. Where everything runs, XLA optimises as it does for users.
+        # Tests of jax spend most of their time compiling. In the other tiers, XLA optimises as it does for users.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         os.environ.setdefault("XLA_FLAGS", QUICK_TO_COMPILE)
 
@@ -75,59 +79,61 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     group_of = {item.nodeid: durations.group_of(item.nodeid, check_of(item), value_of(item)) for item in items}
     for node, group in group_of.items():
         groups[group].append(node)
-    left_out = left_out_of_the_covering_part(groups, durations.known())
+    skipped = skipped_by_the_covering_tier(groups, durations.known())
     for item in items:
         durations.note(item, group_of[item.nodeid], len(groups[group_of[item.nodeid]]))
-    kept, spared = [], []
+    selected, deselected = [], []
     for item in items:
         draws = "examples" in getattr(item, "fixturenames", ())
-        chosen = {"covering": item.nodeid not in left_out, "rest": item.nodeid in left_out or draws, "all": True}[tier]
-        (kept if chosen and (not shard or in_shard(item.nodeid, shard)) else spared).append(item)
-    config.hook.pytest_deselected(items=spared)
-    items[:] = kept
+        in_tier = {"covering": item.nodeid not in skipped, "rest": item.nodeid in skipped or draws, "all": True}[tier]
+        (selected if in_tier and (not shard or in_shard(item.nodeid, shard)) else deselected).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
 
 
-def left_out_of_the_covering_part(groups: Mapping[str, Sequence[str]], known: Durations) -> set[str]:
-    """Of the tests of these groups, those that are left out; groups of which nothing is known are quick."""
-    each = allowance(known)
-    left_out: set[str] = set()
+def skipped_by_the_covering_tier(groups: Mapping[str, Sequence[str]], known: Durations) -> set[str]:
+    """The tests that the covering tier skips; groups without recorded durations count as quick."""
+    limit = allowance(known)
+    skipped: set[str] = set()
     for group, nodes in groups.items():
-        taken = taken_of(group, len(nodes), known.slow[group][1], each) if group in known.slow else len(nodes)
+        taken = taken_of(group, len(nodes), known.slow[group][1], limit) if group in known.slow else len(nodes)
         places = places_of(group, len(nodes), taken)
-        left_out.update(node for place, node in enumerate(nodes) if place not in places)
-    return left_out
+        skipped.update(node for place, node in enumerate(nodes) if place not in places)
+    return skipped
 
 
 def places_of(group: str, cases: int, taken: int) -> list[int]:
-    """Which cases are taken; where a group begins differs, so that runners do not all take the same checks."""
+    """The indices of the selected cases; the first depends on the group, so that runners select different checks."""
     first = zlib.crc32(group.encode()) % cases
     return [(first + number * cases // taken) % cases for number in range(taken)]
 
 
-def taken_of(group: str, cases: int, seconds: float, each: float) -> int:
-    """How many of a group's cases a number of seconds for each group allows, one at least unless that is too long."""
-    return min(cases, int(each / seconds + 1e-6)) or int(seconds <= LONGEST or durations.is_of_each(group))
+def taken_of(group: str, cases: int, seconds: float, limit: float) -> int:
+    """The number of a group's cases that fit into the allowance `limit`; at least one, unless a case is too long."""
+    return min(cases, int(limit / seconds + 1e-6)) or int(seconds <= LONGEST or durations.is_of_each(group))
 
 
 def allowance(known: Durations) -> float:
-    """The most seconds that each group may take if all together are to keep to the budget."""
-    room = BUDGET - sum(known.quick.values())
+    """The largest number of seconds per group for which all groups together fit the budget."""
+    available = BUDGET - sum(known.quick.values())
 
-    def fits(each: float) -> bool:
-        return sum(taken_of(group, *known.slow[group], each) * known.slow[group][1] for group in known.slow) <= room
+    def fits(limit: float) -> bool:
+        return (
+            sum(taken_of(group, *known.slow[group], limit) * known.slow[group][1] for group in known.slow) <= available
+        )
 
     steps = sorted({taken * seconds for cases, seconds in known.slow.values() for taken in range(1, cases + 1)})
-    fitting = bisect.bisect_left(steps, True, key=lambda each: not fits(each))
+    fitting = bisect.bisect_left(steps, True, key=lambda limit: not fits(limit))
     return steps[fitting - 1] if fitting else 0.0
 
 
 def check_of(item: pytest.Item) -> str:
-    """The check of the suite that a test runs, or ""."""
+    """The name of the suite's check that a test runs, or ""."""
     return str(params_of(item).get("check", ""))
 
 
 def value_of(item: pytest.Item) -> str:
-    """The value of the parameter that `pytest.mark.each` names, if the test has that mark: each value is a group."""
+    """The value of the parameter that `pytest.mark.each` names, or "" if the test has no such mark."""
     mark = item.get_closest_marker("each")
     return "" if mark is None else str(params_of(item)[mark.args[0]])
 

@@ -1,4 +1,6 @@
-"""Build the library of CUDA kernels from the sources in a folder and print its path; with "killed", die meanwhile.
+"""Build the library of CUDA kernels from the sources in a folder and print its path.
+
+With "killed", the process kills itself during the build.
 
 Usage: build_cuda.py FOLDER [killed]
 """

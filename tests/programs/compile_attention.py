@@ -1,6 +1,6 @@
-"""Compile the kernels of ragged attention for a GPU; print each kernel's name and why it fails, if it does.
+"""Compile the kernels of ragged attention for a GPU; print each kernel's name and, if it fails, why.
 
-Usage: compile_attention.py ARCHITECTURE SAMPLE..., each sample the JSON of arguments of `Sample`
+Usage: compile_attention.py ARCHITECTURE SAMPLE..., where each SAMPLE holds the arguments of `Sample` as JSON
 """
 
 import json

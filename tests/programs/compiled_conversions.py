@@ -1,6 +1,6 @@
-"""Conversions as Triton compiles them for an H100, run by the emulator of PTX.
+"""Dtype conversions that Triton compiles for an H100 and the PTX emulator runs.
 
-Called as a script, without TRITON_INTERPRET, it reads floats from a .npy file and writes the results to a .npz file.
+The script reads floats from a .npy file and writes the results to a .npz file. Run it without TRITON_INTERPRET.
 """
 
 import sys
@@ -30,7 +30,7 @@ def convert(x_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def every_conversion(launch: Any, floats: Any) -> dict[str, Any]:
-    """float32 numbers [n], n a multiple of 256, converted to each of TARGETS; `launch` is the torch front end's."""
+    """float32 numbers [n] converted to each of TARGETS; n is a multiple of 256, `launch` the torch front end's."""
     found = {}
     for name, dtype in TARGETS.items():
         stored = torch.uint8 if dtype.is_fp8() else getattr(torch, name)

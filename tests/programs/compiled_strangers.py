@@ -1,6 +1,6 @@
-"""The stranger's kernels in bfloat16, compiled for an H100 and run by the emulator of PTX; prints the verdicts.
+"""Compile the bfloat16 kernels of the backend `stranger` for an H100, run them in the PTX emulator, and print verdicts.
 
-Called as a script, without TRITON_INTERPRET, where the backend `stranger` is announced.
+Run it as a script, without TRITON_INTERPRET, in a process in which the backend `stranger` is registered.
 """
 
 from ragged_attention.testing import ptx_runner, verdicts

@@ -1,7 +1,8 @@
-"""Compile causal attention for Hopper, by name and as one range of keys; print what a block of rows costs.
+"""Compile attention for Hopper with `causal=True` and with an equivalent key range; print the cost of a block of rows.
 
-Prints the JSON of {kernel: [by name, as a range]}, each as [programs that a multiprocessor holds at once, cycles]. The
-cycles are those of the busiest unit for 2048 keys (rows in dkv_kernel), of which 128 go to the loop with masks.
+The output is the JSON of {kernel: [causal, key range]}, where each entry is [programs resident on a multiprocessor,
+cycles]. The cycles are those of the busiest unit for 2048 keys (query rows in dkv_kernel), of which 128 go through the
+masked loop.
 """
 
 import dataclasses
@@ -15,7 +16,10 @@ KEYS, MASKED = 2048, 128
 
 
 def cost(launch: compiling.Launch) -> tuple[int, float]:
-    """What the loops without and with masks take: the first and the last that the kernel has, reversed for dkv."""
+    """The resident programs of a launch and its cycles over KEYS keys.
+
+    The kernel's first loop has no masks and its last loop has masks; in dkv_kernel they are in reverse order.
+    """
     facts = compiling.compile_launch(launch, hopper.ARCH)
     config = launch.arguments["CONFIG"].plain
     loop = config.ATTENTION.LOOP if hasattr(config, "ATTENTION") else config

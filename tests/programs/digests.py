@@ -1,6 +1,6 @@
-"""Compare the digests of a kernel's editions in FOLDER/edit_0 to edit_COUNT, and those of different launches.
+"""Compare the digests of a kernel's versions in FOLDER/edit_0, edit_1 and so on, and the digests of different launches.
 
-Usage: digests.py FOLDER COUNT
+Usage: digests.py FOLDER COUNT, where COUNT is the number of versions
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The functions of other jax projects on our TPU kernels, interpreted with race detection."""
+"""Run the drop-ins for other jax projects on our TPU kernels, which are interpreted with race detection."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,7 @@
-"""Decode over pages, heads first, on interpreted TPU cores in every division; the argument is the interpreter's mode.
+"""Check decode over heads-first pages on interpreted TPU cores; the argument is the interpreter's mode.
 
-Scalar memory holds three of the four rows of the first block table. Later, two cores share sequences or heads, with
-empty sequences first, last and in between, and the keys of a sequence are in blocks of one or more pages.
+In the first check, scalar memory holds three of the four rows of the block table. In the others, two cores divide the
+sequences or the heads, and a block of keys is one or more pages. Empty sequences come first, last and in between.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Chunked prefill over pages, heads first, on interpreted TPU cores; the argument is the interpreter's mode."""
+"""Check chunked prefill over heads-first pages on interpreted TPU cores; the argument is the interpreter's mode."""
 
 import sys
 from typing import Any

@@ -1,4 +1,4 @@
-"""Show the help of the command line, which loads no framework."""
+"""Print the help of the command line, and check that no framework is loaded for it."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""The indexer on two interpreted TPU cores; the argument is the interpreter's mode.
+"""Check the indexer on two interpreted TPU cores; the argument is the interpreter's mode.
 
-There are several blocks of keys and of rows, and chunks of one tile.
+The inputs have several blocks of keys and of rows. A chunk is one tile.
 """
 
 import sys

@@ -1,6 +1,7 @@
-"""Print where the package is installed, after a look at its parts and a call.
+"""Print the path of the installed package, after a check of its subpackages and a call.
 
-Usage: installed_package.py PACKAGES ROOMS, each a list with commas; a room must not be importable by its own name
+Usage: installed_package.py PACKAGES ROOMS, both comma-separated lists. The packages must be importable. The ROOMS
+must not be: they are source folders that may only be installed as subpackages.
 """
 
 import importlib

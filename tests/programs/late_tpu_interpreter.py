@@ -1,4 +1,4 @@
-"""Run kernels in jax's interpreter of TPU kernels while it reaches its memory late, after the call has returned."""
+"""Run kernels in jax's TPU interpreter while its accesses to memory are delayed until after the call has returned."""
 
 import importlib
 import time

@@ -37,10 +37,10 @@ def fork_during(section: Section) -> None:
     thread.start()
     begun.wait()
     fork()
-    assert ended  # the fork waited, so it copied nothing half done
+    assert ended  # the fork waited for the section to end
     thread.join()
     with section():
-        child = os.fork()  # a thread does not wait for itself
+        child = os.fork()  # a fork inside a section of its own thread does not deadlock
     if not child:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

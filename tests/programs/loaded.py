@@ -1,4 +1,4 @@
-"""Print which of some modules are loaded after a module is imported and, for MODULE:FUNCTION, its function is called.
+"""Print which of the named modules are loaded after MODULE is imported and, if given, its FUNCTION is called.
 
 Usage: loaded.py MODULE[:FUNCTION] NAME...
 """

@@ -1,4 +1,4 @@
-"""Print how many Triton kernels the jax functions of an operation's family call, lowered for CUDA and for a CPU.
+"""Print the numbers of Triton kernels that a family's jax functions call when lowered for CUDA and for a CPU.
 
 Usage: lowered.py paged|latents|gradients|indexer
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_triton  # noqa: F401  the caller skips its test where this cannot be imported
+import jax_triton  # noqa: F401  the caller skips its test if this import fails
 
 from ragged_attention import jax as ra
 
@@ -31,7 +31,7 @@ def latents(q: Any, kv: Any, cache: Any, slots: Any, lists: Any, table: Any, len
 
 
 def indexer(q: Any, weights: Any, keys: Any, table: Any, lens: Any, edges: Any) -> Any:
-    """A prefill, whose logits a kernel computes in tiles, and one query for each sequence."""
+    """The indexer for a prefill, whose logits a kernel computes in tiles, and for one query per sequence."""
     steps = (q, weights, edges), (q[: len(lens)], weights[: len(lens)], jnp.arange(len(lens) + 1, dtype=jnp.int32))
     results = []
     for rows, row_weights, row_edges in steps:

@@ -1,4 +1,4 @@
-"""Merge states with the default backend and with `numba`, then compile the kernel ahead; print results or errors."""
+"""Merge states with the default backend and with `numba`, then warm up the kernel; print results or errors."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Attend without and with biases by distance; print what `numba` has compiled, and loaded, for each call."""
+"""Compute attention without and with ALiBi; print which functions `numba` compiles and loads for each call."""
 
 import torch
 

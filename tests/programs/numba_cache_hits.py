@@ -1,4 +1,4 @@
-"""Merge states with `numba`; print the sum of the result and how often each function was found in the cache."""
+"""Merge states with `numba`; print the sum of the result and each function's number of cache hits."""
 
 import torch
 

@@ -1,7 +1,7 @@
-"""Call `numba` in a fork of the process, where each call starts its own threads.
+"""Call `numba` in a forked child, where each call starts its own threads.
 
-The first calls start as many threads as they want, and an exception that arrives during a call is raised after the
-call. Then there is no memory for the stacks of more threads.
+The first calls start all their threads, and an exception that arrives during a call is raised after the call. In the
+last call there is no memory for the stacks of more threads.
 """
 
 import os
@@ -25,7 +25,7 @@ def attend(**arguments: Any) -> torch.Tensor:
 
 
 def equal(found: torch.Tensor) -> bool:
-    # Each part is so small that torch does not use OpenMP, whose threads a fork does not have.
+    # Each part is so small that torch does not use OpenMP, whose threads do not exist in the child.
     return all(torch.equal(*pair) for pair in zip(found.split(200), expected.split(200), strict=True))
 
 
@@ -39,7 +39,7 @@ if not child:
     signal.alarm(60)
     signal.signal(signal.SIGPROF, interrupt)
     assert equal(attend())
-    assert equal(attend(out=out))  # torch looks up the operator first, where an interruption would come before the call
+    assert equal(attend(out=out))  # torch looks up the operator now; later an interruption must not precede the call
     for part in range(8):
         out.view(-1).numpy()[:] = 0
         signal.setitimer(signal.ITIMER_PROF, 0.001 + part * 0.004)

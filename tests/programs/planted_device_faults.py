@@ -1,4 +1,4 @@
-"""Run the phase "faults" of tests/test_device.py in a folder, with ten minutes for each item."""
+"""Run the phase "faults" of tests/test_device.py in a folder, with a limit of ten minutes for each item."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Compile the Triton kernels of one small case ahead; the arguments are those of benchmarks.device.precompile."""
+"""Precompile the Triton kernels of one small case; the arguments are those of benchmarks.device.precompile."""
 
 import sys
 

@@ -1,6 +1,7 @@
-"""Ranges of keys in Triton's interpreter as users have it; that of the tests forgives masks that are no bool.
+"""Check key ranges in Triton's unmodified interpreter, as users run it.
 
-`python -m tests.programs.ranges_as_users_interpret`, with TRITON_INTERPRET=1, prints "well".
+The interpreter that the tests modify accepts masks that are not bool. `python -m
+tests.programs.ranges_as_users_interpret`, with TRITON_INTERPRET=1, prints "well".
 """
 
 import torch
@@ -17,7 +18,7 @@ BIAS = torch.randn(2, 5)
 
 
 def packed(backend: str) -> list[torch.Tensor]:
-    """Out, and the gradients."""
+    """The output of packed attention and its gradients."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(count, heads, 16, requires_grad=True) for count, heads in ((25, 2), (49, 1), (49, 1)))
     bias = BIAS.clone().requires_grad_()

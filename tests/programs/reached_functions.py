@@ -16,7 +16,7 @@ class Finder(jit.DependenciesFinder):
 
 
 def reached(function: Any, found: set[Any]) -> set[Any]:
-    function.cache_key  # noqa: B018  looks for what the function calls
+    function.cache_key  # noqa: B018  makes Triton find the functions that this one calls
     for other in called.get(function._fn_name, set()):
         if other not in found and not other.__module__.startswith("triton."):
             found.add(other)

@@ -1,4 +1,4 @@
-"""Serve by examples/serve_jax.py on two devices that do not add up their heads' results."""
+"""Run examples/serve_jax.py on two devices without the sum over the results of their heads."""
 
 import runpy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The demo with two short prompts; the arguments are those of the demo."""
+"""Run the demo with two short prompts; the arguments are those of the demo."""
 
 import sys
 

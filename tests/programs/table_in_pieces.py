@@ -1,4 +1,4 @@
-"""Ragged attention on an interpreted TPU whose scalar memory holds a third of the block table at a time."""
+"""Check ragged attention on an interpreted TPU whose scalar memory holds three rows of the block table at a time."""
 
 from jax.experimental.pallas import tpu as pltpu
 
@@ -12,7 +12,7 @@ batch = Spec(lens=LENS, page_size=4, num_kv_heads=1, group=2, count="array", spa
 launches = []
 attend = room.attend
 room.attend = lambda *arguments: launches.append(1) or attend(*arguments)
-room.table_bytes = lambda call: 3 * 4 * call.page_indices.shape[1]  # three sequences at a time
+room.table_bytes = lambda call: 3 * 4 * call.page_indices.shape[1]  # bytes of three rows
 with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams()):
     out, lse = runner_for("pallas", "jax").run("ragged_paged_attention", batch, return_lse=True)
 assert len(launches) == 6, launches

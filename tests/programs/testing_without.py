@@ -1,4 +1,4 @@
-"""Import the test kit where the package that the argument names is not installed."""
+"""Import the test kit in a process that pretends that the named package is not installed."""
 
 import importlib
 import importlib.util

@@ -1,4 +1,4 @@
-"""Run the tests that the arguments name, with Numba compiling for a CPU that does not convert halves."""
+"""Run the tests that the arguments name while Numba compiles for a CPU without float16 conversions."""
 
 import sys
 
@@ -6,7 +6,7 @@ import pytest
 
 status = pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *sys.argv[1:]])
 
-# pytest must not find the package imported.
+# The package must not be imported before pytest starts.
 from ragged_attention.portable.numba import _formats  # noqa: E402
 
 assert not _formats.CONVERTS_HALVES

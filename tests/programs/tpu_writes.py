@@ -1,7 +1,7 @@
-"""Write keys and values on interpreted TPU cores; the argument is the interpreter's mode.
+"""Check writes of keys and values on interpreted TPU cores; the argument is the interpreter's mode.
 
-The slots have runs of every length, slots that occur twice, near each other and far apart, and -1. The blocks have
-several sizes, the last on two cores.
+The slots contain runs of every length, -1, and repeated slots, both near each other and far apart. The blocks have
+several sizes, the last of which runs on two cores.
 """
 
 import sys
@@ -22,4 +22,4 @@ for block, cores in ((1, 1), (5, 1), (16, 1), (64, 2)):
     with watched(sys.argv[1], cores):
         got = np.asarray(write_kv_pages(*arguments, backend="pallas", options={"num_tokens_per_block": block}))
     expected = np.asarray(write_kv_pages(*arguments, backend="reference"))
-    np.testing.assert_array_equal(got, expected)  # the later of two tokens for one slot stays, as in the reference
+    np.testing.assert_array_equal(got, expected)  # of two tokens for one slot the later is kept, as in the reference

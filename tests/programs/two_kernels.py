@@ -1,7 +1,7 @@
 """Compile the kernels that the arguments name, or load them from the cache, and print their numbers of cache hits.
 
-With "shifted", the process compiles a function of its own first. Numba then gives `thrice` the number that `twice` has
-in a process that keeps the kernel `first`, and code that the process compiles later calls this `thrice`.
+With "shifted", the process first compiles another function. Numba then gives `thrice` the number that `twice` had in
+the process that stored the kernel `first`. Code that this process compiles later must still call `thrice`.
 """
 
 import sys

@@ -1,7 +1,7 @@
-"""Attention on a CPU while most keys that no query sees cannot be read: a read of one of them ends the process.
+"""Attention on a CPU while the memory of most unseen keys is protected, so that a read of one crashes the process.
 
-`python -m tests.programs.unseen_keys OPERATION MASK` prints "well" for the masks `ranges` and `lists`; with `causal`
-all keys are seen.
+`python -m tests.programs.unseen_keys OPERATION MASK` prints "well" for the masks `ranges` and `lists`. With `causal`
+the queries see all keys, so the process crashes.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ragged_attention.testing import agrees
 from ragged_attention.torch import ragged_mla_attention, ragged_paged_attention, varlen_attention
 
 QUERIES, KEYS, PREFIX, WINDOW, PAGE_SIZE, BLOCK = 16, 1024, 64, 48, 16, 8
-UNSEEN = (256, 768)  # no tile that holds one of these keys holds one that is seen
+UNSEEN = (256, 768)  # a range of keys whose tiles hold no seen key
 TABLES = {
     "kv_lens": torch.tensor([KEYS]).int(),
     "page_indices": torch.arange(KEYS // PAGE_SIZE).int()[None],
@@ -28,7 +28,7 @@ Function = Callable[..., Any]
 
 
 class Rows:
-    """A row of random floats for each key, in memory of their own."""
+    """A tensor with a row of random floats for each key, in its own memory mapping."""
 
     def __init__(self, *shape: int) -> None:
         size = torch.Size((KEYS, *shape)).numel()
@@ -38,7 +38,7 @@ class Rows:
 
     @contextlib.contextmanager
     def unreadable(self) -> Iterator[None]:
-        """A context in which the unseen keys cannot be read."""
+        """Protect the memory of the UNSEEN keys from reads within the context."""
         start, row = self.tensor.data_ptr(), 4 * self.tensor[0].numel()
         first, stop = (start + row * key for key in UNSEEN)
         first, stop = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, stop // mmap.PAGESIZE * mmap.PAGESIZE
@@ -95,7 +95,7 @@ def ranges() -> dict[str, Any]:
 
 
 def lists() -> dict[str, Any]:
-    """Of each query one block of the prefix and one of the window."""
+    """For each query a list of one block of the prefix and one block of the window."""
     query = torch.arange(QUERIES)[:, None]
     named = torch.cat([query % (PREFIX // BLOCK), KEYS // BLOCK - 1 - query % (WINDOW // BLOCK)], 1)
     return {"selected": named[:, None].int(), "block_size": BLOCK, "causal": True}

@@ -1,4 +1,4 @@
-"""Use what was unpacked in a folder; print the names of folders in use, and whether Triton has been imported."""
+"""Use the carried files that a folder holds; print the folders in use, and whether Triton has been imported."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ from benchmarks.device import carried
 
 carried.unpacked = lambda: Path(sys.argv[1])
 carried.use("cpu")
-importlib.import_module("package")  # which was carried
+importlib.import_module("package")  # one of the carried files
 
 from benchmarks.peers import registry  # noqa: E402
 from ragged_attention.kernels_cuda._build import compile  # noqa: E402

@@ -1,4 +1,5 @@
-"""A backend as a stranger would write it: plain Triton kernels that know nothing of this project.
+"""A backend as an outside author would write it: plain Triton kernels without any of this project's helpers.
 
-They round by `.to(out_ptr.dtype.element_ty)`, multiply 16-bit operands by `tl.dot`, or let `tl.store` convert.
+The kernels round with `.to(out_ptr.dtype.element_ty)`, multiply 16-bit operands with `tl.dot`, or let `tl.store`
+convert.
 """

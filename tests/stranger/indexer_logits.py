@@ -1,4 +1,4 @@
-"""Logits of an indexer over packed keys: one program for each query token, the heads of a product in its rows."""
+"""Indexer logits over packed keys: one program for each query token, with a product row for each head."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Decode of latent attention: one program for each query token and block of heads; a row's first columns are values."""
+"""Latent decode: one program for each query token and block of heads. A row's first columns are also its values."""
 
 import triton
 import triton.language as tl

@@ -27,7 +27,7 @@ def paged_decode(
     end = tl.minimum(tl.load(edges_ptr + seq + 1, mask=alive, other=0), num_tokens)
     kv_len = tl.load(kv_lens_ptr + seq, mask=alive, other=0)
     kv_len = tl.minimum(tl.maximum(kv_len, 0), pages_per_seq * PAGE) - (end - token - 1)
-    kv_len = tl.where(alive, kv_len, 0)  # of rows behind the last sequence
+    kv_len = tl.where(alive, kv_len, 0)  # rows after the last sequence see no keys
 
     heads = tl.arange(0, BLOCK_H)
     dims = tl.arange(0, BLOCK_D)

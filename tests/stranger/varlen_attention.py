@@ -1,4 +1,4 @@
-"""Attention over packed sequences: one program for each sequence and head; the last ones clear what no sequence has."""
+"""Attention over packed sequences: one program for each sequence and head. The last programs clear the unused rows."""
 
 import triton
 import triton.language as tl

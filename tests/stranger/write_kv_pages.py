@@ -1,4 +1,4 @@
-"""Writing of new keys and values into pages, each divided by a scale: one program for each token and KV head."""
+"""A write of new keys and values into pages, divided by their scales: one program for each token and KV head."""
 
 import triton
 import triton.language as tl

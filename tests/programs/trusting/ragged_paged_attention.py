@@ -1,4 +1,4 @@
-"""A backend whose kernel reads one element beyond an argument: the one whose index STEPS_OUTSIDE holds."""
+"""A backend whose kernel reads one byte past the end of an argument, whose index is in STEPS_OUTSIDE."""
 
 import ctypes
 import os
