@@ -121,6 +121,7 @@ docs-site: .venv-docs/all
 # What the last run of the tests showed, as the table of docs/status.md.
 status: .venv/all
 	$(BIN)/python docs/status_table.py build/tests.json $(ARGS)
+	$(BIN)/python docs/badges.py build/tests.json $(if $(findstring --check,$(ARGS)),build/badges)
 
 # An sdist and a wheel in dist/, checked, and tried in fresh environments.
 dist: .venv-release/all

@@ -17,7 +17,7 @@ from ragged_attention.tools.samples import BlocksSample, IndexerSample, LatentSa
 
 DOCS = Path(__file__).resolve().parent
 PAGE, SPARSE = DOCS / "support.md", DOCS / "sparse_attention.md"
-BEGIN, END = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
+MARKS = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
 SUMMARY = "<!-- summary: written by `make docs` -->\n", "<!-- end of summary -->\n"
 
 # Column: (framework, device) that is asked.
@@ -336,7 +336,7 @@ def short_table(found: Answers) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_table(text: str, written: str, begin: str = BEGIN, end: str = END) -> str:
+def with_table(text: str, written: str, begin: str, end: str) -> str:
     """A page's text with a new table between two marks."""
     before, mark, rest = text.partition(begin)
     if not mark or end not in rest:
@@ -348,8 +348,8 @@ def pages() -> dict[Path, str]:
     """The pages as they should be."""
     found = answers()
     return {
-        PAGE: with_table(with_table(PAGE.read_text(), table(found)), short_table(found), *SUMMARY),
-        SPARSE: with_table(SPARSE.read_text(), table({row: found[row] for row in SPARSE_ROWS})),
+        PAGE: with_table(with_table(PAGE.read_text(), table(found), *MARKS), short_table(found), *SUMMARY),
+        SPARSE: with_table(SPARSE.read_text(), table({row: found[row] for row in SPARSE_ROWS}), *MARKS),
     }
 
 

@@ -52,7 +52,7 @@ def test_python_blocks_run(code, tmp_path):
 
 def test_the_readmes_first_block_prints_what_it_says(tmp_path):
     pytest.importorskip("torch")
-    code = FENCE.findall((ROOT / "README.md").read_text())[0][1]
+    (code,) = (text for language, text in FENCE.findall((ROOT / "README.md").read_text()) if language == "python")
     assert len(code.strip().splitlines()) <= 9  # eight lines and an empty one
     out = run_python(code, tmp_path)
     (promised,) = re.findall(r"# (torch.Size.*)$", code, re.MULTILINE)
@@ -107,12 +107,17 @@ def test_the_readme_fits_a_screen_and_says_what_has_been_run():
     devices, _, after = rest.partition(publish.END)
     assert len(f"{before}{after}".splitlines()) <= 100
     assert begin
-    assert len(FENCE.findall(readme)) == readme.count("<picture>") == 1
+    first_screen = before.partition("## Install")[0]
+    assert "docs/pictures/speed-light.svg" in first_screen
+    for other in ("FlashInfer", "FlashMLA", "vLLM's kernels", "tokamax", "ejKernel"):
+        assert f"| {other} " in first_screen
+    for word in ("**Status:**", "**Stability:**"):
+        assert word in first_screen
     assert (publish.NOTHING in devices) != any(ROOT.glob("benchmarks/results/*.jsonl"))
     assert "(docs/start/install.md)" in readme
     for command in ("make demo", "make test"):
         assert re.search(rf"^    {command} ", readme, re.MULTILINE)
-    for page in ("support", "status", "evidence", "cpu_measured", "operations/index", "commands"):
+    for page in ("support", "status", "evidence", "cpu_measured", "operations/index", "commands", "gallery"):
         assert f"(docs/{page}.md)" in readme, page
 
 
@@ -168,11 +173,10 @@ def test_the_support_tables_are_current(support_table):
         assert path.read_text() == text, f"run `make docs`: {path.name}"
 
 
-@pytest.mark.parametrize(
-    ("page", "form"), [("docs/support.md", "\n| `{}` |"), ("README.md", "[`{}`](docs/operations/")]
-)
-def test_the_support_tables_name_every_operation(support_table, page, form):
-    table = (ROOT / page).read_text().partition(support_table.BEGIN)[2].partition(support_table.END)[0]
+@pytest.mark.parametrize(("marks", "form"), [("MARKS", "\n| `{}` |"), ("SUMMARY", "[`{}`](operations/")])
+def test_the_support_tables_name_every_operation(support_table, marks, form):
+    begin, end = getattr(support_table, marks)
+    table = support_table.PAGE.read_text().partition(begin)[2].partition(end)[0]
     for operation in CALLS:
         assert form.format(operation) in table
 
@@ -186,9 +190,9 @@ def test_the_short_table_has_what_is_picked_for_some_call(support_table):
         ("d", "only"): [[], ["portable"]],
     }
     assert support_table.short_table(found).splitlines()[2:] == [
-        "| [`a`](docs/operations/a.md) | x | x or portable |",
-        "| [`b`](docs/operations/b.md), [`d`](docs/operations/d.md) | none | portable |",
-        "| [`c`](docs/operations/c.md) | x | x |",
+        "| [`a`](operations/a.md) | x | x or portable |",
+        "| [`b`](operations/b.md), [`d`](operations/d.md) | none | portable |",
+        "| [`c`](operations/c.md) | x | x |",
     ]
 
 

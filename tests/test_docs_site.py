@@ -114,10 +114,10 @@ def test_a_picture_in_two_colours_follows_the_sites_switch():
     pair = (ROOT / "README.md").read_text().partition("<picture>")[2].partition("</picture>")[0]
     moved, found = site.with_links(ROOT / "README.md", f"<picture>{pair}</picture>\n")
     assert re.fullmatch(
-        r"!\[(.*)\]\(\.\./pictures/pages-light.svg#only-light\) !\[\1\]\(\.\./pictures/pages-dark.svg#only-dark\)\n",
+        r"!\[(.*)\]\(\.\./pictures/speed-light.svg#only-light\) !\[\1\]\(\.\./pictures/speed-dark.svg#only-dark\)\n",
         moved,
     )
-    assert [path.name for path in found] == ["pages-light.svg", "pages-dark.svg"]
+    assert [path.name for path in found] == ["speed-light.svg", "speed-dark.svg"]
 
 
 def test_faults_of_a_built_site_are_found(tmp_path):

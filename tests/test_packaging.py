@@ -1,4 +1,4 @@
-"""What is built and installed: wheel, sdist and editable, from a copy of the tree, without a network."""
+"""The wheel, the sdist and the editable install, built from a copy of the tree without a network, are complete."""
 
 import datetime
 import os
@@ -26,7 +26,7 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
 
 def folders_with_code() -> set[str]:
-    """The dotted names of all folders that should be packages, the rooms under their installed names."""
+    """The dotted names of all folders that should be packages, with the kernel folders under their installed names."""
     found = set()
     for top, name in ((SOURCE, "ragged_attention"), *((ROOT / room, f"ragged_attention.{room}") for room in ROOMS)):
         for path in top.rglob("*.py"):
@@ -55,7 +55,7 @@ def test_every_package_has_an_init_file():
 
 
 def test_data_files_ship():
-    """Every file beside the code that is no Python is matched by package-data, documents aside."""
+    """Every file that lies beside the code is matched by package-data, except Python files and documents."""
     for package in SETUPTOOLS["packages"]:
         folder = SOURCE.joinpath(*package.split(".")[1:])
         patterns = SETUPTOOLS["package-data"].get(package, [])
@@ -67,7 +67,7 @@ def test_data_files_ship():
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is shipped, so that building leaves nothing in the tree."""
+    """A copy of the shipped files, so that building leaves nothing in the working tree."""
     copy = tmp_path_factory.mktemp("tree")
     for name in SHIPPED:
         if (ROOT / name).is_dir():
@@ -75,7 +75,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=ignore)
         else:
             shutil.copy(ROOT / name, copy / name)
-    for folder in ("tests", "benchmarks"):  # setuptools would take the first along
+    for folder in ("tests", "benchmarks"):  # by default, setuptools would package tests
         (copy / folder).mkdir()
         (copy / folder / "test_nothing.py").touch()
     return copy
@@ -83,7 +83,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def built(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A wheel straight from the tree, an sdist, and a wheel from that sdist."""
+    """A wheel built directly from the tree, an sdist, and a wheel built from that sdist."""
     straight, through = tmp_path_factory.mktemp("straight"), tmp_path_factory.mktemp("through")
     build = [sys.executable, "-m", "build", "--no-isolation"]
     run([*build, "--wheel", "--outdir", straight, tree])
@@ -109,7 +109,7 @@ def members(wheel: Path) -> set[str]:
 
 
 def expected_members(tree: Path) -> set[str]:
-    """Installed names of all Python files and data of the tree; documents inside packages stay behind."""
+    """The installed names of all Python and data files of the tree, without documents inside packages."""
     found = set()
     for top, name in ((tree / "src/ragged_attention", "ragged_attention"), *(
         (tree / room, f"ragged_attention/{room}") for room in ROOMS)):  # fmt: skip
@@ -153,7 +153,7 @@ def test_sdist_mirrors_the_repository(built):
 
 
 def fresh(folder: Path) -> Path:
-    """A new environment that holds nothing but sees, in folder/borrowed, what this one has, this project aside."""
+    """The Python of a new, empty environment, with links in folder/borrowed to all packages except this project."""
     venv.create(folder, with_pip=False)
     borrowed = folder / "borrowed"
     borrowed.mkdir()
@@ -205,7 +205,7 @@ CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.3 - 2031-05-07\n\n### Added\
 
 
 def test_the_newest_version_of_the_changelog_is_the_packages():
-    """Between releases too; only the date may be another day's."""
+    """The changelog's newest version is the package's, also between releases, when its date may be in the past."""
     found = releasing.HEADING.search((ROOT / "CHANGELOG.md").read_text())
     assert found["version"] == releasing.version_of(ROOT)
     assert found["date"]
@@ -213,11 +213,14 @@ def test_the_newest_version_of_the_changelog_is_the_packages():
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A repository whose commit can be released."""
+    """A git repository whose current commit can be released."""
     root = tmp_path / "project"
     (root / "src" / "ragged_attention").mkdir(parents=True)
     (root / "src" / "ragged_attention" / "__init__.py").write_text('__version__ = "1.2.3"\n')
-    shutil.copy(ROOT / "pyproject.toml", root)
+    described = (ROOT / "pyproject.toml").read_text()
+    urls = '[project.urls]\nRepository = "https://example.org/a"\n\n[project.scripts]'
+    (root / "pyproject.toml").write_text(described.replace("[project.scripts]", urls))
+    (root / "CITATION.cff").write_text("cff-version: 1.2.0\nversion: 1.2.3\n")
     (root / ".gitignore").write_text("dist/\n")
     (root / "README.md").write_text("[install](docs/start/install.md)\n")
     (root / "CHANGELOG.md").write_text(CHANGELOG)
@@ -254,6 +257,16 @@ def test_a_changelog_that_is_not_ready(project, changelog, message):
     assert any(message in found for found in releasing.hindrances(project, TODAY))
 
 
+def test_a_release_needs_the_repositorys_address_and_a_current_citation(project):
+    shutil.copy(ROOT / "pyproject.toml", project)
+    (project / "CITATION.cff").write_text("version: 1.2.2\n")
+    commit(project)
+    assert releasing.hindrances(project, TODAY) == [
+        "expected a Repository in [project.urls] of pyproject.toml, got {}",
+        "expected the package's version in CITATION.cff, 1.2.3, got 1.2.2",
+    ]
+
+
 def test_an_unclean_tree_and_an_old_tag_are_hindrances(project, capsys):
     (project / "left.txt").touch()
     releasing.git(project, "tag", "v1.2.3")
@@ -282,17 +295,20 @@ def test_what_is_staged_is_what_git_knows_or_would_add(project, tmp_path):
     (project / "CHANGELOG.md").unlink()
     releasing.stage(project, tmp_path / "staged")
     staged = {path.name for path in (tmp_path / "staged").iterdir()}
-    assert staged == {".gitignore", "README.md", "pyproject.toml", "src", "new.txt", "link"}
-    assert (tmp_path / "staged" / "README.md").read_text() == "install\n"
+    assert staged == {".gitignore", "CITATION.cff", "README.md", "pyproject.toml", "src", "new.txt", "link"}
+    shown = (tmp_path / "staged" / "README.md").read_text()
+    assert shown == "[install](https://example.org/a/blob/v1.2.3/docs/start/install.md)\n"
     assert (tmp_path / "staged" / "link").is_symlink()
 
 
 def test_readme_on_an_index_leads_to_the_repository():
-    """A package index shows README.md alone, and drops <source>."""
+    """The README for a package index links to the repository, since an index has no other file and drops <source>."""
     readme = (ROOT / "README.md").read_text()
     shown = releasing.for_an_index(readme, "https://example.org/a", "v1")
     assert "[install](https://example.org/a/blob/v1/docs/start/install.md)" in shown
-    assert re.findall(r'src="([^"]+)"', shown) == ["https://example.org/a/raw/v1/docs/pictures/pages-light.svg"]
+    raw = "https://example.org/a/raw/v1/docs/pictures"
+    assert re.findall(r'src="([^"]+)"', shown) == [f"{raw}/speed-light.svg", f"{raw}/pages-light.svg"]
+    assert f"![tests]({raw}/badges/tests.svg)" in shown
     targets = re.findall(r"\]\(([^)]+)\)", shown)
     assert len(targets) == len(re.findall(r"\]\(", readme))
     assert all("://" in target for target in targets)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HEADING = re.compile(r"^## (?P<version>\d+\.\d+\.\d+)(?: - (?P<date>\d{4}-\d{2}-\d{2}))?$", re.MULTILINE)
+CITED = re.compile(r"^version: (\S+)$", re.MULTILINE)
 UNRELEASED = re.compile(r"^## Unreleased$(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 
 # In an environment without a framework: what is installed is the package, and the definition computes.
@@ -71,11 +72,16 @@ def stage(root: Path, folder: Path) -> None:
         if source.is_symlink() or source.is_file():  # one that was removed is still listed
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
-    urls = tomllib.loads((folder / "pyproject.toml").read_text())["project"].get("urls", {})
     readme = folder / "README.md"
-    readme.write_text(for_an_index(readme.read_text(), urls.get("Repository"), f"v{version_of(root)}"))
+    readme.write_text(for_an_index(readme.read_text(), urls_of(folder).get("Repository"), f"v{version_of(root)}"))
 
 
+def urls_of(root: Path) -> dict[str, str]:
+    """The project's URLs by name, from pyproject.toml."""
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"].get("urls", {})
+
+
+BADGE = re.compile(r"!\[([^\]]*)\]\((?!\w+://)([^)]+)\)\n?")
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+://)([^)]+)\)")
 PICTURE = re.compile(r'<picture>.*?(<img [^>]*src=")([^"]+)("[^>]*>).*?</picture>\n*', re.DOTALL)
 
@@ -86,7 +92,8 @@ def for_an_index(readme: str, repository: str | None, tag: str) -> str:
     As long as `[project.urls]` has no Repository, of links the text stays, and pictures are left out.
     """
     if repository is None:
-        return LINK.sub(r"\1", PICTURE.sub("", readme))
+        return LINK.sub(r"\1", BADGE.sub("", PICTURE.sub("", readme)))
+    readme = BADGE.sub(rf"![\1]({repository}/raw/{tag}/\2)\n", readme)
     readme = PICTURE.sub(rf"\1{repository}/raw/{tag}/\2\3\n\n", readme)
     return LINK.sub(rf"[\1]({repository}/blob/{tag}/\2)", readme)
 
@@ -155,6 +162,10 @@ def hindrances(root: Path, today: datetime.date) -> list[str]:
         found.append(f"expected version {version} of CHANGELOG.md to be of today, {today}, got {heading['date']}")
     if unreleased is None or unreleased[1].strip():
         found.append("expected an empty section Unreleased in CHANGELOG.md, above the versions")
+    if not (urls := urls_of(root)).get("Repository"):
+        found.append(f"expected a Repository in [project.urls] of pyproject.toml, got {urls}")
+    if (cited := CITED.findall((root / "CITATION.cff").read_text())) != [version]:
+        found.append(f"expected the package's version in CITATION.cff, {version}, got {', '.join(cited) or 'none'}")
     if git(root, "tag", "--list", f"v{version}"):
         found.append(f"expected a new version, but the tag v{version} exists")
     return found
