@@ -139,13 +139,20 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip --disable-pip-version-check install 'pip>=25.1'
 
+# pip's default build of torch for Linux has CUDA's libraries, which a machine without a GPU does not need.
+TORCH_NOTE := Installing torch. If pip takes its build for CUDA, this downloads 3 GB and needs 5.5 GB of disk. \
+Without a GPU, stop here and read "How much is downloaded" in docs/start/install.md: the build for CPUs needs 1.2 GB.
+SAY_WHAT_TORCH_TAKES = @$(BIN)/python -c 'import torch' 2>/dev/null || [ "$$(uname)" != Linux ] || echo '$(TORCH_NOTE)'
+
 .venv/demo: pyproject.toml constraints.txt | .venv/bin/python
+	$(SAY_WHAT_TORCH_TAKES)
 	$(INSTALL) --editable '.[torch]'
 	touch $@
 
 # jax-triton wants the plugin to be importable, though not the 2 GB of CUDA libraries that it asks for; of CUTLASS the
 # headers are wanted, not what its Python side asks for.
 .venv/all: pyproject.toml constraints.txt | .venv/bin/python
+	$(SAY_WHAT_TORCH_TAKES)
 	$(INSTALL) --group dev --editable '.[torch,cpu,triton,jax,jax-gpu,transformers,testing,cuda-toolchain]'
 	$(INSTALL) --no-deps jax-cuda13-plugin nvidia-cutlass
 	touch $@
