@@ -1,6 +1,6 @@
 """Measurements: named shapes of real models, the compile matrix, timings here and on a machine with a GPU.
 
-In a checkout nothing needs to be installed: where the package is not, its sources beside this folder are taken.
+A checkout needs no installation: if the package is not installed, its sources in `src/` are imported.
 """
 
 import importlib.util

@@ -1,18 +1,19 @@
-"""What each format of K/V caches costs: bytes, the error of attention, and the time of decode on this CPU.
+"""The cost of each K/V cache format: bytes, the error of attention, and the time of decode on this CPU.
 
     python -m benchmarks.cache_formats [--save] [--times] [--check]
 
-Rows are quantised by `write_kv_pages` and read by `ragged_paged_attention`, both by the reference, with float32 queries
-and results (bfloat16 queries for bfloat16 pages). The error is the distance to attention in float64 over the rows
-themselves, before the cache rounds them: `rms` divides its root mean square by that of the result, `largest` its
-greatest magnitude by the same. The error of bfloat16 pages is that of a cache that does not quantise. Formats without
-scale pages get one scale for each of K and V, the largest magnitude over the format's own.
+The reference backend quantises the rows (`write_kv_pages`) and reads them (`ragged_paged_attention`). Queries and
+results are float32, except that bfloat16 pages get bfloat16 queries. The error is the distance to float64 attention
+over the original rows. `rms` is the error's root mean square, `largest` its largest magnitude, both divided by the root
+mean square of the result. The error of bfloat16 pages is that of a cache without quantisation. Formats without scale
+pages have one scale for K and one for V: the largest magnitude divided by the largest number of the format.
 
-Rows are Gaussian; or Gaussian with outliers, where 4 % of the columns of K are 10 to 20 times as large, as in keys of
-language models; or those of the demo's trained model, whose heads of 16 columns are too narrow for blocks of 32.
+There are three kinds of rows: Gaussian rows; Gaussian rows with outliers, in which 4 % of the columns of K are 10 to 20
+times as large, as in the keys of language models; and the rows of the demo's trained model, whose heads of 16 columns
+are too narrow for blocks of 32.
 
 `--save` writes benchmarks/results/cache_formats.json and the tables of docs/cache_formats.md. `--times` also times
-decode by `numba` on one thread, beside bfloat16; without it the saved times stay. `--check` only compares the
+decode by `numba` on one thread, relative to bfloat16. Without it the saved times are kept. `--check` only compares the
 tables of the page with the saved results.
 """
 
@@ -39,12 +40,12 @@ from ragged_attention.torch import ragged_paged_attention, write_kv_pages
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "cache_formats.json", ROOT / "docs" / "cache_formats.md"
-WIDTHS = (128, 64)  # columns of a head
+WIDTHS = (128, 64)  # columns per head
 KEYS, QUERIES, HEADS, PAGE_SIZE = 512, 32, 2, 16
-ROUNDS, AGREEMENT = 60, 0.1  # of times: how often each is taken, and how far two runs may differ
+ROUNDS, AGREEMENT = 60, 0.1  # rounds per timing, and the largest difference allowed between two runs
 BASE = "bfloat16"
-DECODED = (1024, 8192)  # keys of a sequence whose decode is timed: 32 MB of bfloat16, and more than a CPU's caches hold
-# The largest number of each dtype of pages without scale pages.
+DECODED = (1024, 8192)  # keys per sequence in the timed decodes: 32 MB of bfloat16, and more than a CPU's caches hold
+# The largest number of each dtype that pages without scale pages can have.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0}
 TITLES = {"gaussian": "Gaussian", "outliers": "outliers in K", "demo": "the demo's model"}
 
@@ -53,7 +54,7 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [T, H, D], k and v [
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format to measure: the dtype of pages without scales, or that of rows with scales."""
+    """A format to measure: `name` is the dtype of pages without scales; `form` is the format of rows with scales."""
 
     name: str
     form: KvFormat | None = None
@@ -63,7 +64,7 @@ class Format:
         return getattr(torch, self.name if self.form is None else element_of(self.form))
 
     def row_bytes(self, width: int) -> float:
-        """Bytes of a row of keys, with its scales."""
+        """The bytes of one row of keys, including its scales."""
         if self.form is None:
             return width * self.element.itemsize
         scales = self.form.scales_of_row(width) * getattr(torch, self.form.scales).itemsize
@@ -73,7 +74,7 @@ class Format:
         return self.form is None or width % max(self.form.group, 1) == 0
 
     def empty(self, width: int, pages: int, heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Pages [P, G, K, W] and scale pages [P, G, K, n] of zeros."""
+        """Pages [P, G, K, W] and scale pages [P, G, K, n], filled with zeros."""
         columns = 1 if self.form is None else self.form.columns_per_element
         shape = (pages, PAGE_SIZE, heads)
         stored = torch.zeros(*shape, width // columns, dtype=torch.float32).to(self.element)
@@ -83,11 +84,11 @@ class Format:
         return stored, torch.zeros(*shape, count).to(getattr(torch, self.form.scales))
 
     def scale_of(self, rows: torch.Tensor) -> float | None:
-        """The scale of all rows."""
+        """The scale that all rows share, or None."""
         most = float(rows.abs().max())
         if self.form is None:
             return most / LARGEST[self.name] if self.name in LARGEST else None
-        # Of nvfp4 the largest scale of a block becomes the largest e4m3 number.
+        # For nvfp4, the largest block scale becomes the largest e4m3 number.
         return most / (6 * 448) if self.form.scales == "float8_e4m3fn" else None
 
 
@@ -113,7 +114,10 @@ def gaussian(width: int) -> Rows:
 
 
 def with_outliers(width: int) -> Rows:
-    """A few columns of K are larger by far; queries are smaller, so that weights remain spread over many keys."""
+    """Gaussian rows in which a few columns of K are much larger.
+
+    Smaller queries keep the weights spread over many keys.
+    """
     q, k, v = gaussian(width)
     generator = torch.Generator().manual_seed(1)
     factors = torch.ones(HEADS, width)
@@ -125,7 +129,7 @@ def with_outliers(width: int) -> Rows:
 
 
 def of_the_demo() -> Iterator[Rows]:
-    """Queries, keys and values of each layer of the demo's model, which reads its prompts."""
+    """The queries, keys and values of each layer of the demo's model while it reads its prompts."""
     weights = {name: torch.from_numpy(value) for name, value in load_weights("gqa").items()}
     text = "\n".join(prompt.text for prompt in PROMPTS).encode()[:KEYS]
     positions = torch.arange(len(text), dtype=torch.int32)
@@ -141,7 +145,7 @@ def of_the_demo() -> Iterator[Rows]:
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention in float64: the last query is at the last key."""
+    """Causal attention in float64. The last query is at the position of the last key."""
     q, k, v = (rows.double() for rows in (q, k, v))
     grouped = q.unflatten(1, (k.shape[1], -1))
     logits = torch.einsum("tkgd,nkd->tkgn", grouped, k) * q.shape[2] ** -0.5
@@ -160,7 +164,7 @@ def datasets() -> dict[str, list[Rows]]:
 
 
 def stored(form: Format, k: torch.Tensor, v: torch.Tensor, backend: str) -> dict[str, Any]:
-    """The rows in pages of a format, as arguments of the attention."""
+    """The rows, stored in pages of a format, as arguments of the attention."""
     count, heads, width = k.shape
     pages = -(-count // PAGE_SIZE)
     sides = [form.empty(width, pages, heads) for _ in range(2)]
@@ -174,7 +178,7 @@ def stored(form: Format, k: torch.Tensor, v: torch.Tensor, backend: str) -> dict
 
 
 def errors(form: Format, rows: Sequence[Rows]) -> dict[str, float] | None:
-    """The distance of attention over a format's pages to that over the rows, in shares of the latter's rms."""
+    """The error of attention over the format's pages, relative to the root mean square of the exact result."""
     if not form.fits(rows[0][0].shape[2]):
         return None
     distances, results = [], []
@@ -185,7 +189,7 @@ def errors(form: Format, rows: Sequence[Rows]) -> dict[str, float] | None:
             q.to(dtype), **stored(form, k.to(dtype), v.to(dtype), "reference"), cu_q_lens=edges,
             out_dtype=torch.float32, backend="reference",
         )  # fmt: skip
-        # Only what the cache does counts, so queries of bfloat16 are rounded for both.
+        # Measure only the error of the cache: both sides use the queries rounded to bfloat16.
         want = _attended(q.to(dtype), k, v)
         distances.append((found.double() - want).flatten())
         results.append(want.flatten())
@@ -198,7 +202,7 @@ def errors(form: Format, rows: Sequence[Rows]) -> dict[str, float] | None:
 
 
 def decode(form: Format, keys: int) -> Callable[[], torch.Tensor]:
-    """A step of 8 sequences of so many keys, 32 query heads over 8 KV heads of 128."""
+    """A decode step of 8 sequences with `keys` keys each: 32 query heads over 8 KV heads of 128 columns."""
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn(8 * keys, 8, 128, generator=generator).bfloat16() for _ in range(2))
     arguments = stored(form, k, v, "numba")
@@ -210,7 +214,7 @@ def decode(form: Format, keys: int) -> Callable[[], torch.Tensor]:
 
 
 def times(forms: Sequence[Format]) -> dict[str, Any]:
-    """The least times over bfloat16's by the number of keys, empty if two runs differ."""
+    """The least times relative to bfloat16, by number of keys. They are left out if two runs differ too much."""
     torch.set_num_threads(1)
     found = {str(keys): ratios(forms, keys) for keys in DECODED}
     apart = max(apart for _, apart in found.values())
@@ -224,7 +228,7 @@ def times(forms: Sequence[Format]) -> dict[str, Any]:
 
 
 def ratios(forms: Sequence[Format], keys: int) -> tuple[dict[str, float], float]:
-    """The least time of each in rounds that all take part in, over bfloat16's, and by how much two runs differ."""
+    """The least time of each format relative to bfloat16, and the largest difference between two runs."""
     calls = {form.name: decode(form, keys) for form in forms}
 
     def run() -> dict[str, float]:
@@ -254,12 +258,12 @@ def measured(console: Console) -> dict[str, Any]:
 
 
 def saved_times() -> dict[str, Any] | None:
-    """The times of the last run that took any."""
+    """The saved times of the last run that measured any, or None."""
     return json.loads(RESULTS.read_text())["times"] if RESULTS.exists() else None
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """What the page has between its marks, by their names."""
+    """The generated tables of the page by the names of their marks."""
     return {"bytes and errors": _errors_table(record), "times": _times_table(record)}
 
 
@@ -306,7 +310,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def written(page: str, record: Mapping[str, Any]) -> str:
-    """The page with the tables of a record."""
+    """The page with its tables replaced by those of the record."""
     for name, table in tables(record).items():
         begin, end = marks(name)
         before, found, rest = page.partition(begin)
@@ -318,7 +322,7 @@ def written(page: str, record: Mapping[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--save", action="store_true", help="write the results and the tables of them")
+    parser.add_argument("--save", action="store_true", help="write the results and their tables")
     parser.add_argument("--times", action="store_true", help="also time decode on this CPU")
     parser.add_argument("--check", action="store_true", help="only compare the page with the saved results")
     options = parser.parse_args(argv)

@@ -19,10 +19,11 @@ from ragged_attention.reference._kv_layout import FORMATS, encode
 from ragged_attention.tools.samples import AnySample, FakeArray
 
 K = 1024
-# The length of the block of random values that inputs repeat. It is prime, so no two pages or rows are equal.
+# The length of the block of random values that fills inputs by repetition. It is prime, so no two pages or rows are
+# equal.
 BLOCK = 4_194_301
-ROWS = 4  # checked in each span
-Tables = dict[str, np.ndarray]  # the arguments that index, by name
+ROWS = 4  # rows that are checked in each span
+Tables = dict[str, np.ndarray]  # index arguments by name
 Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # some rows of results: a name, the result, the expected result
 FORWARD = ("out", "lse")  # results of the forward pass that its gradient takes
 
@@ -87,7 +88,7 @@ class Case(AnySample, abc.ABC):
         """A case with other lengths or lists and then this case, each with the index arrays that differ."""
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
-        """Random values that an argument repeats."""
+        """A block of random values that fills an argument by repetition."""
         del name
         return generator.standard_normal(min(BLOCK, max(1, math.prod(array.shape))), np.float32)
 
@@ -100,10 +101,11 @@ class Case(AnySample, abc.ABC):
         torch = importlib.import_module("torch")
 
         def array(values: np.ndarray, like: FakeArray) -> Any:
-            """A tensor that repeats the values."""
+            """A tensor filled with `values`, repeated."""
             count = math.prod(like.shape)
             held = torch.from_numpy(values).to(device).to(getattr(torch, like.dtype))
-            bits = held.view(torch.uint8) if like.dtype in FORMATS else held  # not every operation has 8-bit floats
+            # some operations do not support 8-bit floats
+            bits = held.view(torch.uint8) if like.dtype in FORMATS else held
             return bits.repeat(-(-count // len(values)))[:count].view(held.dtype).view(like.shape)
 
         return self.with_forward(self._inputs(seed, array, lambda table: torch.from_numpy(table).to(device)), "torch")
@@ -118,7 +120,7 @@ class Case(AnySample, abc.ABC):
         return self.with_forward(self._inputs(seed, array, jnp.asarray), "jax")
 
     def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
-        """The inputs, with results of the forward pass instead of random values where a gradient takes them."""
+        """The inputs. For a gradient, results of the forward pass replace the random values."""
         del framework
         return inputs
 
@@ -146,7 +148,7 @@ class Case(AnySample, abc.ABC):
         return result[0] if isinstance(result, tuple | list) else result
 
     def check(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
-        """Raise AssertionError if `out` (of a gradient, the gradients) is wrong.
+        """Raise AssertionError if `out`, or any gradient of a backward case, is wrong.
 
         At full size the reference would take hours, so only some rows of some sequences are checked. Their keys are
         gathered from the inputs of the run, and the reference computes them in float64. `to_numpy` copies arrays to the
@@ -160,11 +162,11 @@ class Case(AnySample, abc.ABC):
     @property
     @abc.abstractmethod
     def bounds(self) -> str:
-        """The name of the bounds that results must keep."""
+        """The name of the error bounds for the results."""
 
     @abc.abstractmethod
     def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """Results, each with the result of the reference."""
+        """Parts of the result, each with the reference's result."""
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -179,7 +181,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def numpy_array(values: np.ndarray, like: FakeArray) -> np.ndarray:
-    """An array that repeats the values, rounded to its dtype."""
+    """An array filled with `values`, repeated and rounded to its dtype."""
     return np.resize(values if like.dtype == "uint8" else rounded(values, like.dtype), like.shape)
 
 
@@ -201,7 +203,7 @@ class Span:
 
 
 def spans(q_lens: Sequence[int], kv_lens: Sequence[int], sequences: int = 3) -> Iterator[Span]:
-    """The first and the last rows of the first, the last and some other sequences."""
+    """The first and the last rows of some sequences, among them the first, the last, and the one with most queries."""
     starts = np.concatenate([[0], np.cumsum(q_lens)])
     count = len(q_lens)
     for seq in sorted({*np.linspace(0, count - 1, min(sequences, count)).astype(int), int(np.argmax(q_lens))}):
@@ -223,5 +225,5 @@ def taken(array: Any, pages: np.ndarray) -> Any:
 
 
 def drawn(low: int, high: int, count: int) -> list[int]:
-    """Random lengths, equal in every run."""
+    """Random lengths, the same in every run."""
     return [int(length) for length in np.random.default_rng(7).integers(low, high, count, endpoint=True)]

@@ -1,7 +1,7 @@
-"""Named shapes of block selection, which selects the blocks of keys that sparse attention with keys per head reads.
+"""Named shapes of block selection, which selects the key blocks that sparse attention reads (keys with heads).
 
-They compile to code of their own, and no table reports them yet. As in `indexer`, every sequence of a case has the same
-lengths, and values are small integers, so that scores are exact and there is one answer.
+They compile to code of their own, and no table reports them yet. As in `indexer`, all sequences of a case have the same
+lengths. Values are small integers, so that scores are exact and there is one right answer.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class BlocksCase(IndexerCase, BlocksSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows of products are tokens and the heads that share keys."""
+        """The rows of a product: the tokens times the heads that share a KV head."""
         return min(self.num_q_tokens * self.num_q_heads // self.num_kv_heads, 64)
 
     def needed_bytes(self) -> int:
@@ -49,7 +49,7 @@ class BlocksCase(IndexerCase, BlocksSample):
         return dataclasses.replace(small, block_size=min(self.block_size, 8), num_q_heads=self.num_q_heads)
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step, and its operations one by one."""
+        """The calls of a serving step: the whole selection, then each of its operations."""
         yield self.attention_call(device)
         for operation in ("block_scores", "top_k_blocks"):
             yield self.call(operation, device)

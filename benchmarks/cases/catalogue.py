@@ -1,4 +1,4 @@
-"""All named shapes, of paged, of latent and of uncached attention, of the indexer and of block selection."""
+"""All named shapes: paged, latent and uncached attention, the indexer and block selection."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ COMPILED_ONLY: dict[str, Case] = {name: case for family in FAMILIES for name, ca
 
 
 def find(name: str) -> Any:
-    """A case by name; `<name>_small` is its scaled-down version."""
+    """The case with this name. `<name>_small` is its scaled-down version."""
     known = CASES | COMPILED_ONLY
     if name in known:
         return known[name]

@@ -1,9 +1,9 @@
 """The case lists of FlashMLA's own tests, regenerated from their parameters; no framework is needed to read them.
 
-`e0-decode` and `e0-prefill` are those of September 2025 (319 and 34 cases); `e2-dense`, `e2-sparse` and `e2-prefill`
-those of April 2026 (2352, 4748 and 617); `e4-sparse` and `e4-prefill` those of late September 2026 (1590 and 316), that
-draw some features of a case at random; `mha`, dense multi-head attention, is the same in all (32). Inputs and judgement
-are in `benchmarks.flash_mla_data`.
+`e0-decode` and `e0-prefill` are the lists of September 2025 (319 and 34 cases); `e2-dense`, `e2-sparse` and
+`e2-prefill` those of April 2026 (2352, 4748 and 617 cases); `e4-sparse` and `e4-prefill` those of late September 2026
+(1590 and 316 cases), which draw some features of a case at random. `mha`, dense multi-head attention, is the same in
+all releases (32 cases). Inputs and the oracle are in `benchmarks.cases.flash_mla_data`.
 """
 
 import abc
@@ -18,35 +18,35 @@ D_V = 512
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lists:
-    """Top-k lists into one cache."""
+    """The top-k lists of a decode case into one of its caches."""
 
     s_k: int
     topk: int
     page_size: int
-    lengths: bool = False  # topk_length
-    fp4: bool = False  # the cache, beside one of fp8
+    lengths: bool = False  # whether lists have lengths (`topk_length`)
+    fp4: bool = False  # whether this cache is fp4 and the other one fp8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(abc.ABC):
-    """One call of a function of FlashMLA's."""
+    """One call of a FlashMLA function."""
 
-    OPERATION: ClassVar[str]  # of ours, that does the same
+    OPERATION: ClassVar[str]  # our operation that computes the same
     kind: str = "correctness"
     seed: int = 0
 
     @property
     @abc.abstractmethod
     def group(self) -> str:
-        """The row of a summary that the case counts in."""
+        """The row of the summary that counts the case."""
 
     def scaled_down(self, *, heads: int | None = None, max_tokens: int | None = None) -> Self:
         """The case with at most `heads` query heads (a multiple of its KV heads) and about `max_tokens` tokens.
 
-        Tokens are positions of the caches, or keys that the queries list, whichever are more. First the batch is
-        halved, down to 2 sequences (the query tokens of a prefill, down to 16), then the lengths, down to 20 (32 rows),
-        and with them the top-k, down to 64. Page sizes, query tokens of a sequence and features stay. Of dense
-        multi-head attention KV heads become fewer with the query heads, and queries with the keys.
+        The tokens are the positions of the caches or the keys that the queries list, whichever are more. First the
+        batch is halved, down to 2 sequences (in a prefill the query tokens, down to 16). Then the lengths are halved,
+        down to 20 (32 rows), and with them the top-k, down to 64. Page sizes, query tokens per sequence and features do
+        not change. In dense multi-head attention, KV heads shrink with the query heads, and queries with the keys.
         """
         case = self if heads is None else self._with_heads(heads)
         return case if max_tokens is None else case._shortened(max_tokens)
@@ -60,11 +60,11 @@ class Case(abc.ABC):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeCase(Case):
-    """One call of `flash_mla_with_kvcache`; dense where there is no top-k."""
+    """One call of `flash_mla_with_kvcache`. It is dense if there is no top-k."""
 
     OPERATION: ClassVar[str] = "mla_decode"
 
-    form: str  # "e0", "e2" or "e4": whose rules the data follow, and how it is called
+    form: str  # the release "e0", "e2" or "e4", whose data rules and call form the case follows
     b: int
     s_q: int
     s_k: int
@@ -80,8 +80,8 @@ class DecodeCase(Case):
     all_invalid: bool = False
     sinks: bool = False
     extra: Lists | None = None
-    fp8: bool | None = None  # the cache; by default of sparse cases, as FlashMLA has it
-    layout: str | None = None  # of the cache's bytes; None is the format's own
+    fp8: bool | None = None  # whether the cache is fp8; by default it is for sparse cases, as in FlashMLA
+    layout: str | None = None  # byte layout of the cache; None is the format's default
 
     @property
     def group(self) -> str:
@@ -93,7 +93,7 @@ class DecodeCase(Case):
 
     @property
     def lists(self) -> tuple[Lists, ...]:
-        """The lists of a sparse case, one for each cache."""
+        """The lists of a sparse case, one entry per cache. A dense case has none."""
         if self.topk is None:
             return ()
         own = Lists(s_k=self.s_k, topk=self.topk, page_size=self.page_size, lengths=self.topk_lens)
@@ -132,8 +132,8 @@ class PrefillCase(Case):
     d_qk: int = 576
     sinks: bool = False
     topk_lens: bool = False
-    all_invalid: bool = False  # of some queries
-    amplified: bool = False  # some keys, by up to 256
+    all_invalid: bool = False  # some queries list no valid key
+    amplified: bool = False  # some keys are scaled by up to 256
 
     @property
     def group(self) -> str:
@@ -153,7 +153,7 @@ class PrefillCase(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MhaCase(Case):
-    """One call of `flash_attn_varlen_func`, and of its gradient."""
+    """One call of `flash_attn_varlen_func` and of its gradient."""
 
     OPERATION: ClassVar[str] = "varlen_attention"
 
@@ -197,7 +197,7 @@ BOTH = (False, True)
 
 
 def e0_decode() -> Iterator[DecodeCase]:
-    """September 2025, `tests/test_flash_mla_decoding.py`: dense in bfloat16, sparse in fp8."""
+    """The cases of September 2025, `tests/test_flash_mla_decoding.py`: dense in bfloat16, sparse in fp8."""
     modes: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"topk": 128}, {"topk": 2048})
     for b, s_q, s_k, varlen, mode in itertools.product((1, 2, 6, 64), (1, 2, 4), (20, 140, 4096), BOTH, modes):
         yield DecodeCase(form="e0", b=b, s_q=s_q, s_k=s_k, varlen=varlen, **mode)
@@ -211,7 +211,7 @@ def e0_decode() -> Iterator[DecodeCase]:
 
 
 def e0_prefill() -> Iterator[PrefillCase]:
-    """September 2025, `tests/test_flash_mla_prefill.py`."""
+    """The cases of September 2025, `tests/test_flash_mla_prefill.py`."""
     for (s_kv, topk), s_q in itertools.product(SHAPES, (1, 62)):
         yield PrefillCase(form="e0", s_q=s_q, s_kv=s_kv, topk=topk)
     for (s_kv, topk), s_q in itertools.product(((32, 2048), (64, 8192)), (1, 1024)):
@@ -221,7 +221,7 @@ def e0_prefill() -> Iterator[PrefillCase]:
 
 
 def e2_dense() -> Iterator[DecodeCase]:
-    """April 2026, `tests/test_flash_mla_dense_decoding.py`."""
+    """The cases of April 2026, `tests/test_flash_mla_dense_decoding.py`."""
     heads = [(h_q, h_kv) for h_q in (1, 3, 9, 63, 64, 126, 128) for h_kv in (1, 2, 3, 8) if h_q % h_kv == 0]
     for b, s_q, s_k, (h_q, h_kv), varlen, causal in itertools.product(
         (1, 2, 6, 64), (1, 2, 4), (20, 140, 4096), heads, BOTH, BOTH
@@ -244,7 +244,7 @@ SPARSE_CORNERS = ((512, 64, 61), (650, 576, 53))
 
 
 def _sparse_models() -> Iterator[tuple[dict[str, Any], bool, bool]]:
-    """Width, lengths and heads; whether there is an extra cache; whether that has lengths."""
+    """(fields for width, lengths and heads; whether there is an extra cache; whether its lists have lengths)."""
     for d_qk in (576, 512):
         for extra in BOTH if d_qk == 512 else (False,):
             for extra_lens, lens in itertools.product(BOTH if extra else (False,), BOTH if d_qk == 512 else (False,)):
@@ -255,11 +255,11 @@ def _sparse_models() -> Iterator[tuple[dict[str, Any], bool, bool]]:
 def _sparse_batches(
     shapes: Sequence[tuple[int, int, int]], model: dict[str, Any], extra: bool, extra_lens: bool
 ) -> Iterator[dict[str, Any]]:
-    """Caches and batch; equal lengths only in the middle batch, and only where no list has a length."""
-    seconds: list[Lists | None] = [None]
+    """The fields for caches and batch. Equal lengths occur only in the middle batch, if no list has a length."""
+    second_caches: list[Lists | None] = [None]
     if extra:
-        seconds = [Lists(s_k=s_k, topk=topk, page_size=page, lengths=extra_lens) for s_k, topk, page in shapes]
-    for (s_k, topk, page), second, b in itertools.product(shapes, seconds, (4, 74, 321)):
+        second_caches = [Lists(s_k=s_k, topk=topk, page_size=page, lengths=extra_lens) for s_k, topk, page in shapes]
+    for (s_k, topk, page), second, b in itertools.product(shapes, second_caches, (4, 74, 321)):
         for varlen in (True, False) if b == 74 and not model["topk_lens"] and not extra_lens else (True,):
             batch = {"s_k": s_k, "topk": topk, "page_size": page, "extra": second, "b": b, "varlen": varlen}
             yield model | batch
@@ -279,7 +279,7 @@ def _sparse_performance() -> Iterator[dict[str, Any]]:
 
 
 def e2_sparse() -> Iterator[DecodeCase]:
-    """April 2026, `tests/test_flash_mla_sparse_decoding.py`; each case has a seed of its own."""
+    """The cases of April 2026, `tests/test_flash_mla_sparse_decoding.py`. Each case has its own seed."""
     seeds = itertools.count()
     for model, extra, extra_lens in _sparse_models():
         for batch, s_q in itertools.product(_sparse_batches(SPARSE_SHAPES, model, extra, extra_lens), (1, 3)):
@@ -297,12 +297,12 @@ def e2_sparse() -> Iterator[DecodeCase]:
 
 
 def e2_prefill() -> Iterator[PrefillCase]:
-    """April 2026, `tests/test_flash_mla_sparse_prefill.py`; each case has a seed of its own."""
+    """The cases of April 2026, `tests/test_flash_mla_sparse_prefill.py`. Each case has its own seed."""
     seeds = itertools.count()
     models = tuple(itertools.product((576, 512), (128, 64)))
     for (d_qk, h_q), (s_kv, topk), s_q in itertools.product(models, SHAPES, (1, 62, 213)):
         yield PrefillCase(form="e2", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=d_qk, seed=next(seeds))
-    # The fourth factor names a feature that those tests never use; it doubles the cases with another seed.
+    # The fourth factor stands for a feature that these tests never use. It repeats every case with another seed.
     for (d_qk, h_q), (s_kv, topk), s_q, _, sinks, lens in itertools.product(
         models, SHAPES[3:], (62, 213), BOTH, BOTH, BOTH
     ):
@@ -337,16 +337,17 @@ E4_SHAPES = (
 E4_SECONDS = (
     (512, 64, 5), (512, 64, 69), (1024, 576, 2), (1024, 576, 123), (2046, 2048, 1), (2046, 2048, 576),
 )  # fmt: skip
-E4_CACHES = ((False, False), (True, False), (True, True))  # whether there is a second cache; whether it is of fp4
+# (whether there is a second cache, whether that cache is fp4)
+E4_CACHES = ((False, False), (True, False), (True, True))
 
 
 def _e4_batches(
-    shapes: Sequence[tuple[int, int, int]], seconds: Sequence[Lists | None], batches: Sequence[int], lens: bool
+    shapes: Sequence[tuple[int, int, int]], second_caches: Sequence[Lists | None], batches: Sequence[int], lens: bool
 ) -> Iterator[dict[str, Any]]:
-    """Caches and batch; equal lengths only in the middle batch, and only where no list has a length."""
-    for (s_k, topk, page), second, b in itertools.product(shapes, seconds, batches):
-        some = lens or (second is not None and second.lengths)
-        for varlen in (True, False) if b == 74 and not some else (True,):
+    """The fields for caches and batch. Equal lengths occur only in the middle batch, if no list has a length."""
+    for (s_k, topk, page), second, b in itertools.product(shapes, second_caches, batches):
+        has_lengths = lens or (second is not None and second.lengths)
+        for varlen in (True, False) if b == 74 and not has_lengths else (True,):
             yield {
                 "form": "e4", "d_qk": 512, "s_k": s_k, "topk": topk, "page_size": page, "extra": second, "b": b,
                 "varlen": varlen, "topk_lens": lens,
@@ -354,22 +355,25 @@ def _e4_batches(
 
 
 def e4_sparse() -> Iterator[DecodeCase]:
-    """Late September 2026, `tests/test-sparse-decode.py`: whether lists have lengths is drawn for each kind."""
+    """The cases of late September 2026, `tests/test-sparse-decode.py`.
+
+    A random draw per kind decides if lists have lengths.
+    """
     seeds, random = itertools.count(), Random(0)
     corners: list[DecodeCase] = []
     for (second, fp4), h_q in itertools.product(E4_CACHES, (64, 128)):
         lens, extra_lens = random.random() < 0.5, second and random.random() < 2 / 3
 
         def lists(
-            shapes: Sequence[tuple[int, int, int]], own: bool = extra_lens, fp4: bool = fp4
+            shapes: Sequence[tuple[int, int, int]], lengths: bool = extra_lens, fp4: bool = fp4
         ) -> list[Lists | None]:
-            return [Lists(s_k=s_k, topk=topk, page_size=page, lengths=own, fp4=fp4) for s_k, topk, page in shapes]
+            return [Lists(s_k=s_k, topk=topk, page_size=page, lengths=lengths, fp4=fp4) for s_k, topk, page in shapes]
 
-        seconds = lists(E4_SECONDS) if second else [None]
-        for batch, s_q in itertools.product(_e4_batches(E4_SHAPES, seconds, (4, 74, 321), lens), (1, 3)):
+        second_caches = lists(E4_SECONDS) if second else [None]
+        for batch, s_q in itertools.product(_e4_batches(E4_SHAPES, second_caches, (4, 74, 321), lens), (1, 3)):
             yield DecodeCase(**batch, h_q=h_q, s_q=s_q, sinks=random.random() < 0.5, seed=next(seeds))
-        seconds = lists(SPARSE_CORNERS) if second else [None]
-        for batch in _e4_batches(SPARSE_CORNERS, seconds, (1, 74, 321), lens):
+        second_caches = lists(SPARSE_CORNERS) if second else [None]
+        for batch in _e4_batches(SPARSE_CORNERS, second_caches, (1, 74, 321), lens):
             corners += [
                 DecodeCase(**batch, kind="corner", h_q=h_q, s_q=3, all_invalid=invalid, zero_lens=zero, sinks=sinks)
                 for invalid, zero, sinks in itertools.product((True, False), repeat=3)
@@ -392,7 +396,7 @@ def e4_sparse() -> Iterator[DecodeCase]:
 
 
 def e4_prefill() -> Iterator[PrefillCase]:
-    """Late September 2026, `tests/test-sparse-prefill.py`; each case has a seed of its own."""
+    """The cases of late September 2026, `tests/test-sparse-prefill.py`. Each case has its own seed."""
     seeds, heads = itertools.count(), (128, 64)
     for h_q, (s_kv, topk), s_q in itertools.product(heads, SHAPES, (1, 62, 213)):
         yield PrefillCase(form="e4", s_q=s_q, s_kv=s_kv, topk=topk, h_q=h_q, d_qk=512, seed=next(seeds))
@@ -420,7 +424,7 @@ def e4_prefill() -> Iterator[PrefillCase]:
 
 
 def mha() -> Iterator[MhaCase]:
-    """`tests/test_fmha_sm100.py`, but that gradients are asked of grouped heads too."""
+    """The cases of `tests/test_fmha_sm100.py`, but with gradients for grouped heads too."""
     heads, widths = ((128, 128), (32, 4)), ((128, 128), (192, 128))
     for s, varlen, (h_q, h_kv), (d_qk, d_v), causal in itertools.product((4096, 8192), BOTH, heads, widths, BOTH):
         yield MhaCase(s_q=s, s_k=s, h_q=h_q, h_kv=h_kv, d_qk=d_qk, d_v=d_v, varlen=varlen, causal=causal)
@@ -439,12 +443,12 @@ LISTS["all"] = tuple(itertools.chain.from_iterable(LISTS.values()))
 
 
 def cases_of(name: str) -> list[Case]:
-    """The cases of a list of `LISTS`."""
+    """All cases of an entry of `LISTS`."""
     return [case for cases in LISTS[name] for case in cases()]
 
 
 def covering(cases: Iterable[Case]) -> list[Case]:
-    """A small part of some cases in which every two values of two parameters that meet in them meet again."""
+    """A small selection of the cases that covers each pair of values of two parameters that occurs in any case."""
     open_pairs: dict[Case, set[Any]] = {case: _pairs(case) for case in cases}
     chosen = []
     while open_pairs:

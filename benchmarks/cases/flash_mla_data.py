@@ -1,7 +1,8 @@
-"""Inputs of FlashMLA's test cases by its rules, an oracle in float32 that shares no code with ours, and its comparator.
+"""Inputs of FlashMLA's test cases by its own rules, a float32 oracle that shares no code with ours, and its comparison.
 
-The rules make memory hostile: what no query refers to is NaN, scales of quantised caches included, pages are shuffled,
-every array lies in a larger one, page-table entries past a length are garbage, and lists hold what is no index.
+The rules make memory hostile. Data that no query refers to is NaN, including the scales of quantised caches. Pages are
+shuffled, every array is part of a larger one, page-table entries past a sequence's length are garbage, and lists
+contain invalid indices.
 """
 
 import dataclasses
@@ -17,26 +18,27 @@ from ragged_attention.compat import flash_mla, quant
 from ragged_attention.torch import quantize_mla_cache
 
 GARBAGE = 2147480000
-NO_INDEX = (-(2**31), -123456, -1, 0, 114514, 1919810, GARBAGE, 2**31 - 1)  # 0 stands for s_kv
-CHUNK = 2**26  # elements worked on at a time
+# invalid list entries; 0 is replaced by s_kv
+NO_INDEX = (-(2**31), -123456, -1, 0, 114514, 1919810, GARBAGE, 2**31 - 1)
+CHUNK = 2**26  # elements processed at a time
 BOUNDS = {
     "decode out": (8e-4, 2.01 / 128, 5e-6),
     "decode lse": (1e-6, 8.01 / 65536, 1e-7),
     "prefill out": (8e-4, 2.01 / 128, 7e-6),
     "prefill max_logits": (1e-6, 2.01 / 65536, 1e-7),
     "prefill lse": (1e-6, 2.01 / 65536, 1e-7),
-    # Where some keys are amplified, a softmax is close to one key, and another may be the largest after rounding.
+    # With amplified keys, a softmax is close to one key, and rounding can change which key has the largest logit.
     "amplified out": (1.0, 1.0, 1e-5),
     "amplified max_logits": (1.0, 1.0, 1e-7),
     "amplified lse": (1e-5, 4.01 / 65536, 1e-7),
-    "mha": (1e-3, 8.01 / 128, 7e-6),  # out and gradients
+    "mha": (1e-3, 8.01 / 128, 7e-6),  # the bounds of out and of the gradients
     "mha lse": (1e-6, 2.01 / 65536, 1e-7),
 }
-REPEATS = 5  # of dense multi-head attention and its gradient, whose bits must not change
+REPEATS = 5  # runs of dense multi-head attention and its gradient that must all give the same bits
 
 
 def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
-    """FlashMLA's comparison: positions of infinities and NaN, each element, then the cosine difference of all."""
+    """Compare as FlashMLA does: positions of infinities and NaN, then each element, then the cosine difference."""
     absolute, relative, cosine = BOUNDS[what]
     if got.shape != want.shape or got.dtype != want.dtype:
         raise AssertionError(f"{what}: expected {want.dtype} {list(want.shape)}, got {got.dtype} {list(got.shape)}")
@@ -60,7 +62,10 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
 
 
 def check(case: Case, device: str = "cpu", *, form: str | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Run a case through `compat.flash_mla` in a call form (its own by default); AssertionError if it is wrong."""
+    """Run a case through `compat.flash_mla` and raise AssertionError if a result is wrong.
+
+    `form` overrides the case's own call form.
+    """
     CHECKS[case.OPERATION](case, device, form, dtype)
 
 
@@ -104,14 +109,14 @@ MHA_RESULTS = ("out", "lse", "dq", "dk", "dv")
 
 
 def mha_results(arguments: dict[str, Any], d_out: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What `flash_attn_varlen_func` returns, and the gradients that follow from that of `out`."""
+    """The results of `flash_attn_varlen_func`, and the gradients of q, k and v for the output gradient `d_out`."""
     leaves = [arguments[name].detach().requires_grad_() for name in "qkv"]
     out, lse = flash_mla.flash_attn_varlen_func(**{**arguments, **dict(zip("qkv", leaves, strict=True))})
     return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, d_out)
 
 
 def metadata(case: DecodeCase, arguments: dict[str, Any], form: str) -> dict[str, Any]:
-    """The arguments that `get_mla_metadata` makes, by a call in the form of one release or the other."""
+    """The schedule arguments that `get_mla_metadata` returns, called in the form of the given release."""
     if form != "e0":
         return dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata(), strict=True))
     fp8 = arguments.get("is_fp8_kvcache", False)
@@ -122,8 +127,8 @@ def metadata(case: DecodeCase, arguments: dict[str, Any], form: str) -> dict[str
     return {"tile_scheduler_metadata": parts, "num_splits": num_splits}
 
 
-def apart(values: torch.Tensor) -> torch.Tensor:
-    """The values in a larger array: every dimension but the last one longer by 1, that by 128."""
+def inside_larger(values: torch.Tensor) -> torch.Tensor:
+    """A copy of `values` inside a larger array: the last dimension is 128 longer, each other dimension 1 longer."""
     shape = [size + 1 for size in values.shape[:-1]] + [values.shape[-1] + 128]
     filler = math.nan if values.is_floating_point() else GARBAGE
     larger = values.new_full(shape, filler)[tuple(slice(size) for size in values.shape)]
@@ -131,7 +136,7 @@ def apart(values: torch.Tensor) -> torch.Tensor:
 
 
 def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """The arguments of `flash_mla_with_kvcache` but for the schedule."""
+    """The arguments of `flash_mla_with_kvcache` except the schedule."""
     generator = torch.Generator(device).manual_seed(case.seed)
     maker = Maker(case, generator, dtype)
     q = maker.normal(case.b, case.s_q, case.h_q, case.d_qk)
@@ -139,14 +144,14 @@ def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bflo
     scopes = [maker.scope(lists) for lists in case.lists or (None,)]
     own, extra = scopes[0], scopes[1] if len(scopes) > 1 else {}
     return {
-        "q": apart(q),
+        "q": inside_larger(q),
         "k_cache": own["cache"],
         "block_table": own["table"],
         "cache_seqlens": own["lens"],
         "head_dim_v": D_V,
         "softmax_scale": case.d_qk**-0.55 if case.form != "e0" and case.lists else None,
         "causal": case.causal,
-        # Of which the newest release has another default; so nobody says it there.
+        # The newest release has another default for this argument and is called without it.
         **({"cache_layout": case.layout} if case.form == "e4" else {"is_fp8_kvcache": case.quantized}),
         "indices": own.get("indices"),
         "attn_sink": maker.sinks(case.h_q) if case.sinks else None,
@@ -159,7 +164,7 @@ def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bflo
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """The random parts of a decode case."""
+    """A generator of the random parts of a decode case."""
 
     case: DecodeCase
     generator: torch.Generator
@@ -204,10 +209,12 @@ class Maker:
                 behind = torch.arange(lists.topk, device=self.device) >= lengths[:, None, None]
                 listed = indices.masked_fill(behind, -1)
             seen[listed[listed >= 0]] = True
-            found["indices"] = apart(indices.int())
+            found["indices"] = inside_larger(indices.int())
         cache.masked_fill_(~seen.view(count, page_size, 1, 1), math.nan)
-        found["cache"] = self.quantized(cache, lists is not None and lists.fp4) if case.quantized else apart(cache)
-        found["table"] = apart(table.int())
+        found["cache"] = (
+            self.quantized(cache, lists is not None and lists.fp4) if case.quantized else inside_larger(cache)
+        )
+        found["table"] = inside_larger(table.int())
         return found
 
     def lens(self, s_k: int) -> torch.Tensor:
@@ -221,7 +228,10 @@ class Maker:
         return lens
 
     def indices(self, lens: torch.Tensor, slots: torch.Tensor, topk: int) -> torch.Tensor:
-        """Distinct positions in random order, then -1, as slots; shuffled by the older rules."""
+        """Lists of slots: distinct positions in random order, then -1.
+
+        By the rules of "e0" the lists are shuffled as well.
+        """
         case = self.case
         shape = (case.b, case.s_q, topk)
         indices = torch.full(shape, -1, dtype=torch.int64, device=self.device)
@@ -236,7 +246,10 @@ class Maker:
         return indices
 
     def quantized(self, cache: torch.Tensor, fp4: bool) -> torch.Tensor:
-        """The cache's bytes, pages one row apart; scales are of any value by the older rules, else powers of two."""
+        """The cache's bytes, with pages one row apart.
+
+        Scales have any value by the rules of "e0", otherwise powers of two.
+        """
         form = self.case.form
         name = ("fp4_v41" if fp4 else "fp8_v41") if form == "e4" else {576: "fp8_v32", 512: "fp8_v4"}[cache.shape[-1]]
         width = cache.shape[-1]
@@ -254,7 +267,7 @@ class Maker:
 
 
 def random_sinks(h_q: int, generator: torch.Generator) -> torch.Tensor:
-    """Normal, but about 31 % each -inf and +inf."""
+    """Normally distributed sinks, about 31 % of which are -inf and another 31 % +inf."""
     sinks = torch.randn(h_q, generator=generator, device=generator.device)
     draw = torch.randn(h_q, generator=generator, device=generator.device)
     return sinks.masked_fill(draw < -0.5, -math.inf).masked_fill(draw > 0.5, math.inf)
@@ -288,9 +301,9 @@ def prefill_inputs(case: PrefillCase, device: str, dtype: torch.dtype = torch.bf
     seen[listed[(listed >= 0) & (listed < case.s_kv)]] = True
     kv.masked_fill_(~seen[:, None, None], math.nan)
     return {
-        "q": apart(q),
-        "kv": apart(kv),
-        "indices": apart(indices.int()[:, None]),
+        "q": inside_larger(q),
+        "kv": inside_larger(kv),
+        "indices": inside_larger(indices.int()[:, None]),
         "sm_scale": case.d_qk**-0.5 if case.form == "e0" else 0.5,
         "attn_sink": random_sinks(case.h_q, generator) if case.sinks else None,
         "topk_length": lengths,
@@ -298,7 +311,10 @@ def prefill_inputs(case: PrefillCase, device: str, dtype: torch.dtype = torch.bf
 
 
 def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> torch.Tensor:
-    """Distinct rows in random order, then what is no index; by the older rules mostly late rows, and shuffled."""
+    """Lists of distinct rows in random order, then invalid indices.
+
+    By the rules of "e0" most rows are late ones, and the lists are shuffled.
+    """
     step, count = max(CHUNK // case.s_kv, 1), min(case.topk, case.s_kv)
     rows = [min(step, case.s_q - first) for first in range(0, case.s_q, step)]
     chosen = torch.cat([uniform(some, case.s_kv).argsort(-1)[:, :count] for some in rows])
@@ -326,7 +342,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 
 def rows_of_41(cache: torch.Tensor, slots: torch.Tensor, layout: str | None) -> torch.Tensor:
-    """The same of a cache of 528 or 288 bytes a token."""
+    """The rows of a cache with 528 or 288 bytes per token, decoded as in `rows_of`."""
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     codes, size = cache.view(torch.uint8), {528: 512, 288: 256}[cache.shape[-1]]
     behind = cache.shape[-1] - size
@@ -349,7 +365,7 @@ def rows_of_41(cache: torch.Tensor, slots: torch.Tensor, layout: str | None) -> 
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor, layout: str | None = None) -> torch.Tensor:
-    """float32 [..., h_kv, d_qk] of a cache's valid slots, bytes decoded here: the oracle's own reader."""
+    """The rows of valid slots, float32 [..., h_kv, d_qk]. The oracle decodes the bytes itself."""
     if cache.shape[-1] in (528, 288) and cache.element_size() == 1:
         return rows_of_41(cache, slots, layout)
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
@@ -376,9 +392,9 @@ def rows_of(cache: torch.Tensor, slots: torch.Tensor, layout: str | None = None)
 def attend(
     q: torch.Tensor, keys: torch.Tensor, valid: torch.Tensor, scale: float, sinks: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Softmax attention in float32: q [n, h_q, d] on keys [n or 1, k, h_kv, d] where valid [n, k].
+    """Softmax attention in float32 of q [n, h_q, d] over the keys [n or 1, k, h_kv, d] that are `valid` [n, k].
 
-    Returns out [n, h_q, D_V], and the natural max_logits and lse [n, h_q], all -inf where nothing is valid.
+    Returns out [n, h_q, D_V], and max_logits and lse [n, h_q] in natural units, which are -inf if no key is valid.
     """
     n, h_q, d = q.shape
     if keys.shape[1] == 0:
@@ -406,7 +422,7 @@ def decode_oracle(
     extra_indices_in_kvcache: torch.Tensor | None, extra_topk_length: torch.Tensor | None,
     is_fp8_kvcache: bool | None = None, cache_layout: str | None = None, enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What `flash_mla_with_kvcache` has to return, sequence by sequence."""
+    """The expected results of `flash_mla_with_kvcache`, computed sequence by sequence."""
     del is_fp8_kvcache, head_dim_v, enable_batch_invariant
     _, s_q, _, d = q.shape
     scale = d**-0.5 if softmax_scale is None else softmax_scale
@@ -434,7 +450,7 @@ def decode_oracle(
 def _selected(
     cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, seq: int, layout: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [s_q, topk, 1, d] that lists [s_q, topk] name, 0 where they name none, and where they do."""
+    """The keys [s_q, topk, 1, d] in lists [s_q, topk], 0 for invalid entries, and a mask of the valid entries."""
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if lengths is not None:
         valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[seq].reshape(-1, 1)
@@ -446,7 +462,10 @@ def prefill_oracle(
     *, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None, convention: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What `flash_mla_sparse_fwd` has to return in a convention, but `out` in float32; some queries at a time."""
+    """The expected results of `flash_mla_sparse_fwd` in a convention, except that `out` is float32.
+
+    Queries are computed in chunks.
+    """
     step = max(CHUNK // (indices.shape[2] * q.shape[2]), 1)
     parts = []
     for first in range(0, q.shape[0], step):
@@ -465,7 +484,7 @@ def mha_inputs(case: MhaCase, device: str, dtype: torch.dtype) -> tuple[dict[str
     generator = torch.Generator(device).manual_seed(case.seed)
 
     def values(*shape: int) -> torch.Tensor:
-        return apart(torch.randn(shape, generator=generator, device=device, dtype=dtype).div_(10))
+        return inside_larger(torch.randn(shape, generator=generator, device=device, dtype=dtype).div_(10))
 
     def lens(mean: int) -> torch.Tensor:
         drawn = torch.randn(case.b, generator=generator, device=device) * (mean / 2) + mean
@@ -496,7 +515,7 @@ def mha_oracle(
     *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_qo: torch.Tensor, cu_seqlens_kv: torch.Tensor,
     softmax_scale: float, causal: bool, d_out: torch.Tensor, **lengths: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """`MHA_RESULTS` in float32 by torch's own differentiation, a head of a sequence at a time."""
+    """The `MHA_RESULTS` in float32 by torch's own differentiation, one head of one sequence at a time."""
     del lengths
     out, lse, *grads = (torch.zeros(array.shape, device=q.device) for array in (d_out, d_out[..., 0], q, k, v))
     edges = (itertools.pairwise(cu_lens.tolist()) for cu_lens in (cu_seqlens_qo, cu_seqlens_kv))

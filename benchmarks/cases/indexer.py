@@ -1,8 +1,8 @@
 """Named shapes of the lightning indexer, W14, which selects the keys that sparse latent attention reads.
 
-Every sequence of a case has the same lengths. A floor counts, as everywhere, each needed byte once and the operations
-that no mask hides: 2 * heads * head size for each pair of a query token and a key that it sees. The choice itself is in
-no floor. Values are small integers, so that logits are exact and there is one answer.
+All sequences of a case have the same lengths. As in the other cases, a floor counts each needed byte once and the
+operations of visible pairs: 2 * heads * head size for each pair of a query token and a key that it sees. No floor
+includes the selection itself. Values are small integers, so that logits are exact and there is one right answer.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ragged_attention.reference._kv_layout import encode
 from ragged_attention.reference.indexer_topk import indexer_topk
 from ragged_attention.tools.samples import FakeArray, IndexerSample
 
-PAGES = 509  # random pages; a larger cache repeats them
+PAGES = 509  # number of random pages; a larger cache repeats them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,10 +28,10 @@ class IndexerCase(Case, IndexerSample):
 
     name: str
     workload: str
-    num_q_tokens: int  # per sequence, of which there are `max_num_seqs`
+    num_q_tokens: int  # query tokens per sequence; there are `max_num_seqs` sequences
     num_tokens: int = dataclasses.field(init=False)
     relative: bool = False
-    trained: bool = False  # whether the indexer is trained, over ranges of keys and over lists
+    trained: bool = False  # whether this is a training case, both over ranges of keys and over lists
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", self.max_num_seqs * self.num_q_tokens)
@@ -46,12 +46,12 @@ class IndexerCase(Case, IndexerSample):
 
     @property
     def stored(self) -> str:
-        """The dtype of the values of keys."""
+        """The dtype of the stored key values."""
         return E4M3 if self.cache_dtype == "uint8" else self.cache_dtype
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows of products are keys."""
+        """The number of rows of a product, which are keys."""
         return 64
 
     @property
@@ -72,11 +72,15 @@ class IndexerCase(Case, IndexerSample):
         return 2 * self.visible_pairs() * self.num_q_heads * self.head_dim
 
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
-        """`flops_per_second` is the rate of 16-bit products. That of 8-bit products is twice as high."""
+        """The least time of any implementation.
+
+        8-bit products run at twice `flops_per_second`, the rate of 16-bit
+        products.
+        """
         return super().floor_seconds(bytes_per_second, flops_per_second * (2 if self.dtype == E4M3 else 1))
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "IndexerCase":
-        """Widths and page sizes do not change."""
+        """A small case of the same kind, with the same widths and page size."""
         factor = max(1.0, self.max_len / length)
         return dataclasses.replace(
             self,
@@ -89,7 +93,7 @@ class IndexerCase(Case, IndexerSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step, and its operations one by one; or those of a training step."""
+        """The calls of a serving step (the selection, then each of its operations), or those of a training step."""
         if self.trained:
             for operation in ("indexer_logits", "indexer_logits_backward"):
                 for listed in (False, True):
@@ -135,7 +139,7 @@ class IndexerCase(Case, IndexerSample):
         return found
 
     def changed(self) -> "Iterator[tuple[IndexerCase, Tables]]":
-        """This case with other pages, then with those of seed 0."""
+        """This case with other pages, then with the pages of seed 0."""
         yield self, self.tables(1)
         yield self, self.tables(0)
 
@@ -172,7 +176,7 @@ class IndexerCase(Case, IndexerSample):
             yield f"token {token}", to_numpy(out[rows]).astype(np.float64), want.astype(np.float64)
 
     def _seen(self, inputs: dict[str, Any], token: int, to_numpy: Any) -> dict[str, Any]:
-        """The keys of one token, computed by a call of its own."""
+        """The keys of one token, as arguments for a call with that token alone."""
         if self.packed:
             names = ("starts", "stops")
             given = {name: to_numpy(inputs[name][token : token + 1]) for name in names}
@@ -215,7 +219,7 @@ _ALL = (
 )
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports but that compile to code of their own.
+# Shapes that no table reports, but that compile to code of their own.
 _MORE = (
     _decode("decode_bf16_queries", 64, 32 * K, workload="-", dtype="bfloat16"),
     _decode("decode_bf16", 64, 32 * K, **PLAIN),

@@ -1,4 +1,4 @@
-"""Lists of blocks of benchmark cases: those of each query and KV head, and how many keys they show."""
+"""Block lists of benchmark cases for each query and KV head, and the number of keys that they cover."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from ragged_attention.reference.ragged_paged_attention import of_head, seen_by_h
 
 
 def lists_of(case: Any) -> np.ndarray:
-    """The lists of a case, i32 [T, K, N]: the block of the query itself, the first block, and others at equal steps.
+    """The block lists of a case, i32 [T, K, N]: the query's own block, the first block, and others at equal steps.
 
-    Each KV head steps a little differently. Lists of neighbouring queries are much alike, as those of models are. A
-    query that has fewer blocks names some of them twice.
+    The steps differ slightly from one KV head to the next. Neighbouring queries have similar lists, as in real models.
+    A query with fewer than N blocks lists some of them twice.
     """
     lengths = zip(case.q_lens, case.kv_lens, strict=True)
     positions = np.concatenate([np.arange(kv_len - q_len, kv_len) for q_len, kv_len in lengths])
@@ -22,17 +22,17 @@ def lists_of(case: Any) -> np.ndarray:
 
 
 def list_table(case: Any) -> dict[str, np.ndarray]:
-    """The lists of a case as an entry of its tables, if it has any."""
+    """The `selected` entry of the case's tables, or an empty dict if the case has no lists."""
     return {"selected": lists_of(case)} if case.selected else {}
 
 
 def list_entries(case: Any) -> int:
-    """The number of entries in all lists of a case."""
+    """The total number of entries in all lists of a case."""
     return case.num_tokens * case.num_kv_heads * (case.selected or 0)
 
 
 def named_pairs(case: Any, *, causal: bool) -> tuple[int, int]:
-    """(pairs of a query and a key that it sees, keys that some query sees), each a mean over the KV heads."""
+    """(visible pairs of a query and a key, keys that at least one query sees), each averaged over the KV heads."""
     pairs = keys = 0
     lists, start = lists_of(case), 0
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
@@ -47,5 +47,5 @@ def named_pairs(case: Any, *, causal: bool) -> tuple[int, int]:
 
 
 def small_block(case: Any) -> int | None:
-    """The keys of a block in a case that is scaled down: so few that short sequences have several blocks."""
+    """The block size of a scaled-down case, small enough that short sequences have several blocks."""
     return case.block_size and min(case.block_size, 8)

@@ -1,7 +1,7 @@
 """Named shapes of multi-head latent attention, W9 to W12.
 
-Every sequence of a case has the same lengths. A floor counts, as everywhere, each needed byte once and the operations
-that no mask hides: 2 * heads * (d_qk + d_v) for each pair of a query token and a key that it sees.
+All sequences of a case have the same lengths. As in the other cases, a floor counts each needed byte once and the
+operations of visible pairs: 2 * heads * (d_qk + d_v) for each pair of a query token and a key that it sees.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.tools.samples import FakeArray, LatentSample
 
-ROWS = 2039  # random latent rows; a larger cache repeats the pages that they fill
+ROWS = 2039  # number of random latent rows; a larger cache repeats the pages that they fill
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class LatentCase(Case, LatentSample):
 
     @property
     def widths(self) -> tuple[int, int]:
-        """The bytes of a row in the first and in the second cache."""
+        """The bytes per row of the first and of the second cache."""
         return self.row_bytes, self._row_bytes(self.extra_format or self.cache_format)
 
     @property
@@ -80,12 +80,18 @@ class LatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows for which wgmma is expected. In formats with small groups, not every Triton has such a tile."""
+        """The rows of a product if wgmma is expected.
+
+        In formats with small groups, some Triton versions have no such tile.
+        """
         tokens = 1 if self.topk else self.num_q_tokens
         return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format in ("plain", "fp8_v32") else 0
 
     def needed_rows(self) -> tuple[int, int]:
-        """The rows of both caches that some query sees. The lists of a sequence overlap as little as possible."""
+        """The number of rows of each cache that at least one query sees.
+
+        A sequence's lists overlap as little as possible.
+        """
         if not self.topk:
             window = self.sliding_window or self.max_len
             return self.max_num_seqs * min(self.max_len, window + self.num_q_tokens - 1), 0
@@ -93,11 +99,11 @@ class LatentCase(Case, LatentSample):
         return self.max_num_seqs * own, self.max_num_seqs * extra
 
     def needed_cache_bytes(self, widths: tuple[int, int]) -> int:
-        """The bytes of the rows that some query sees, if rows of the two caches have `widths` bytes."""
+        """The bytes of the rows that at least one query sees, if rows of the two caches have `widths` bytes."""
         return sum(rows * width for rows, width in zip(self.needed_rows(), widths, strict=True))
 
     def listed_bytes(self) -> int:
-        """The bytes of the rows in all lists. A row counts once for each list that has it."""
+        """The bytes of all listed rows. A row counts once for each list that contains it."""
         return self.num_tokens * (self.topk * self.widths[0] + self.extra_topk * self.widths[1])
 
     def needed_bytes(self) -> int:
@@ -113,7 +119,7 @@ class LatentCase(Case, LatentSample):
         return self.max_num_seqs * sum(len(self._seen(token)) for token in range(self.num_q_tokens))
 
     def _seen(self, token: int) -> range:
-        """The positions that a query of a dense case sees."""
+        """The positions that a query token of a dense case sees."""
         own = self.max_len - self.num_q_tokens + token
         first = max(own - self.sliding_window + 1, 0) if self.sliding_window else 0
         return range(first, own + 1 if self.causal else self.max_len)
@@ -122,7 +128,7 @@ class LatentCase(Case, LatentSample):
         return 2 * self.visible_pairs() * self.num_q_heads * (self.d_qk + self.d_v)
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "LatentCase":
-        """Widths, cache format and page sizes do not change."""
+        """A small case of the same kind, with the same widths, cache format and page sizes."""
         factor = max(1.0, self.max_len / length)
         num_seqs = min(self.max_num_seqs, sequences)
         return dataclasses.replace(
@@ -138,7 +144,7 @@ class LatentCase(Case, LatentSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step. A prefill over plain rows has a gradient, also a deterministic one."""
+        """The calls of a serving step. A prefill over plain rows adds its gradient, with and without determinism."""
         yield self.attention_call(device)
         yield self.call("write_mla_cache", device)
         yield self.call("latent_norm_rope_write", device)
@@ -149,8 +155,8 @@ class LatentCase(Case, LatentSample):
         elif self.packed:
             for deterministic in (False, True):
                 yield self.call("sparse_mla_prefill_backward", device, deterministic=deterministic)
-            # The target of an indexer, over lists and over ranges. With few heads its only loop is unrolled, which the
-            # checks of a workload's loops take for a loop that is lost.
+            # The target for training an indexer, over lists and over ranges. With few heads the compiler unrolls its
+            # only loop, which the check for a workload's loops would report as missing.
             if self.num_kv_heads == 1 and (self.workload == "-" or self.num_q_heads > 64):
                 for topk in (self.topk, 0):
                     yield dataclasses.replace(self, topk=topk).call("attention_target", device)
@@ -158,15 +164,16 @@ class LatentCase(Case, LatentSample):
     # ---- inputs
 
     def _slots(self, page_size: int, generator: np.random.Generator) -> np.ndarray:
-        """The pages of every sequence [S, M], in random order."""
+        """The page indices of every sequence, [S, M], in random order."""
         count = self.max_num_seqs * self.pages_per_seq(page_size)
         return generator.permutation(count + 1)[:count].reshape(self.max_num_seqs, -1).astype(np.int32)
 
     def _lists(self, topk: int, page_size: int, generator: np.random.Generator) -> np.ndarray:
-        """Distinct random positions of its sequence for every query token, as slots. Missing positions are -1.
+        """For every query token, distinct random positions of its sequence, as slots. Missing positions are -1.
 
-        Each list is a stretch of one random order of the positions; where stretches begin is spread evenly over it, so
-        that a sequence's lists overlap as little as they can, and drawn at random for each query.
+        All positions of a sequence are put in one random order, and each list is a contiguous piece of it. The pieces
+        begin at evenly spaced places, assigned to the queries at random, so a sequence's lists overlap as little as
+        possible.
         """
         pages = None if self.packed else self._slots(page_size, generator)
         lists = np.empty((self.max_num_seqs, self.num_q_tokens, topk), np.int32)
@@ -183,7 +190,7 @@ class LatentCase(Case, LatentSample):
         return np.repeat(lists.reshape(self.num_tokens, 1, topk), self.num_kv_heads, 1)
 
     def tables(self, seed: int = 0) -> Tables:
-        """Pages in random order with lengths, or lists of slots."""
+        """The index arrays: pages in random order with lengths, or lists of slots."""
         generator = np.random.default_rng(seed)
         if not self.topk:
             lens = np.full(self.max_num_seqs, self.max_len, np.int32)
@@ -194,7 +201,7 @@ class LatentCase(Case, LatentSample):
         return found
 
     def changed(self, seed: int = 2) -> "Iterator[tuple[LatentCase, Tables]]":
-        """A case with other lists or lengths, then this case with those of `seed`."""
+        """This case with other lists or lengths, then with those of `seed`."""
         if self.topk:
             yield self, self.tables(seed + 1)
         else:
@@ -233,7 +240,7 @@ class LatentCase(Case, LatentSample):
             yield f"sequence {seq}, query {token}", to_numpy(out[index]), want[0, 0]
 
     def _seen_slots(self, inputs: Any, prefix: str, seq: int, token: int, to_numpy: Any) -> np.ndarray:
-        """The slots of the keys that a query sees."""
+        """The slots of the keys that a query token sees."""
         if self.topk:
             lists = inputs[f"{prefix}indices"]
             slots = to_numpy(lists[token, 0] if self.prefill else lists[seq, token]).astype(np.int64)
@@ -244,7 +251,7 @@ class LatentCase(Case, LatentSample):
 
 
 def _gathered(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A cache of only the pages that hold `slots`, and the list of these slots in it."""
+    """A cache of only the pages that hold `slots`, and a list with the places of these slots in it."""
     page_size = cache.shape[1] if len(cache.shape) == 4 else 1
     pages, order = np.unique(slots // page_size, return_inverse=True)
     gathered = to_numpy(taken(cache, pages))
@@ -259,7 +266,7 @@ def _gathered(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray,
 def batch(
     name: str, workload: str, num_seqs: int, num_q_heads: int, *, num_q_tokens: int = 1, **fields: Any
 ) -> LatentCase:
-    """A case by the number of query tokens of each sequence."""
+    """A case from the number of query tokens per sequence."""
     num_tokens = num_seqs * num_q_tokens
     return LatentCase(
         name=name, workload=workload, max_num_seqs=num_seqs, num_tokens=num_tokens, num_q_heads=num_q_heads, **fields
@@ -313,7 +320,7 @@ _ALL = (
 )
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports but that compile to code of their own.
+# Shapes that no table reports, but that compile to code of their own.
 _MORE = (
     _sparse("mla_sparse_v4_h16", "-", 8, 16, **V4, page_size=61),
     _sparse("mla_sparse_v4_h32", "-", 8, 32, **V4),

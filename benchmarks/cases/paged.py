@@ -1,4 +1,4 @@
-"""Named shapes of real models over a paged cache, W1 to W8. Every measurement and some tests use them."""
+"""Named shapes of real models over a paged cache, W1 to W8. All measurements and some tests use them."""
 
 import dataclasses
 import math
@@ -51,7 +51,7 @@ class PagedCase(Case, Sample):
 
     @property
     def row_bytes(self) -> int:
-        """The bytes of a position's keys, or values, of one KV head."""
+        """The bytes of one row of keys (or values), for one KV head and position."""
         if self.form is None:
             return self.head_dim * ITEMSIZE[self.stored]
         scales = self.form.scales_of_row(self.head_dim) * ITEMSIZE[self.form.scales]
@@ -69,18 +69,18 @@ class PagedCase(Case, Sample):
     def wgmma_rows(self) -> int:
         group = self.num_q_heads // self.num_kv_heads
         rows = max(self.q_lens) * group
-        if self.selected:  # the tokens of a job
+        if self.selected:  # the tokens of one job
             rows = group * (1 if self.batch_invariant or self.key_ranges else min(max(self.q_lens), 16))
-        # The addresses of a draft mask's or a relative bias's entries leave too few registers for a tile of 64 rows.
+        # The addresses for a draft mask or a relative bias leave too few registers for a tile of 64 rows.
         looks_up = self.draft is not None or self.relative_bias
-        if self.batch_invariant:  # programs have two accumulators
+        if self.batch_invariant:  # batch-invariant programs have two accumulators
             looks_up = looks_up or self.sliding_window or self.key_ranges or self.form or self.head_dim > 128
-        # So do stored scales beside heads of more than 128 columns.
+        # So do stored scales of heads with more than 128 columns.
         widest = LARGEST_WGMMA_HEAD if self.form is None else 128
         return rows if self.head_dim <= widest and not looks_up else 0
 
     def needed_keys(self) -> int:
-        """The number of cache positions that some query sees, in all sequences."""
+        """The number of cache positions that at least one query sees, over all sequences."""
         if self.key_ranges:
             return num_keys(self)
         if self.selected:
@@ -116,10 +116,10 @@ class PagedCase(Case, Sample):
         return total
 
     def scaled_down(self, *, length: int = 77, sequences: int = 4) -> "PagedCase":
-        """Head size, GQA ratio, page size and options do not change.
+        """A small case of the same kind, with the same head size, GQA ratio, page size and options.
 
-        The longest sequence gets about `length` positions, the window shrinks in proportion, and of the sequences the
-        first of each kind (decode, chunk, prefill, the longest) stay.
+        The longest sequence gets about `length` positions, and the window shrinks in proportion. The sequences that
+        stay are the first of each kind (decode, chunk, prefill, the longest).
         """
         factor = max(1.0, max(self.kv_lens) / length)
         kinds = [(q_len, kv_len == max(self.kv_lens)) for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True)]
@@ -143,7 +143,10 @@ class PagedCase(Case, Sample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step, in both layouts of the pages. Writes use tables, then slots."""
+        """The calls of a serving step, in both layouts of the pages.
+
+        `write_kv_pages` is called with tables, then with slots.
+        """
         yield self.attention_call(device)
         yield self.call("write_kv_pages", device)
         slots = {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
@@ -173,7 +176,7 @@ class PagedCase(Case, Sample):
             "page_indices": page_indices,
             "cu_q_lens": np.concatenate([[0], np.cumsum(self.q_lens)]).astype(np.int32),
         }
-        if self.draft is not None:  # a tree: each new token sees itself and about half of those before it
+        if self.draft is not None:  # a tree: each new token sees itself and about half of the new tokens before it
             found["draft_mask"] = np.concatenate([self._tree(q_len, generator) for q_len in self.q_lens])
         return found | range_table(self) | list_table(self)
 
@@ -228,11 +231,14 @@ class PagedCase(Case, Sample):
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The formats of keys and values, as the reference takes them."""
+        """The arguments `k_format` and `v_format` of the reference."""
         return dict.fromkeys(("k_format", "v_format"), self.form or UNSCALED_FORMATS[self.stored])
 
     def _compared_spans(self) -> Iterator[Span]:
-        """Some rows of some sequences. A draft mask needs whole ones: its columns start at the first token."""
+        """The compared rows of some sequences.
+
+        With a draft mask they are whole sequences: its columns start at the first token.
+        """
         for span in spans(self.q_lens, self.kv_lens):
             if self.draft is None:
                 yield span
@@ -277,7 +283,7 @@ _ALL = (
     _decode("decode_1x32k", "W2", 1, 32 * K, LLAMA_8B),
     _decode("decode_1x128k", "W2", 1, 128 * K, LLAMA_8B),
     _decode("decode_8x32k", "W2", 8, 32 * K, LLAMA_8B),
-    # Batches with one long sequence among short ones.
+    # Batches that mix one long sequence with short ones.
     _batch("decode_63x1k_1x128k", "W2", [(1, 1 * K)] * 63 + [(1, 128 * K)], LLAMA_8B),
     _batch("decode_255x1k_1x128k", "W2", [(1, 1 * K)] * 255 + [(1, 128 * K)], LLAMA_8B),
     _decode("decode_70b_64x4k", "W3", 64, 4 * K, LLAMA_70B),
@@ -312,7 +318,7 @@ _ALL = (
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports but that compile to code of their own.
+# Shapes that no table reports, but that compile to code of their own.
 _MORE = (
     _batch("float32_mixed", "-", [(256, 512)] + [(1, 1 * K)] * 8, (8, 4, 64), dtype="float32", return_lse=True),
     _batch("phi_head_80_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, (32, 32, 80), dtype="float16"),
@@ -320,7 +326,7 @@ _MORE = (
     _decode("fnuz_64x4k", "-", 64, 4 * K, LLAMA_8B, **FNUZ),
     _batch("fnuz_prefill_4k", "-", [(4 * K, 4 * K)], LLAMA_8B, **FNUZ),
     _batch("ratio_7_page_24", "-", [(512, 512)] + [(1, 1 * K)] * 8, (28, 4, 128), page_size=24, return_lse=True),
-    # Odd windows.
+    # Unusual window sizes.
     _batch("window_2047_head_80", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 80), sliding_window=2047),
     _batch("window_2047_head_96", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, (32, 32, 96), sliding_window=2047),
     _batch("window_2047_head_128", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, sliding_window=2047),
@@ -363,12 +369,13 @@ _MORE = (
     ),
     _batch("invariant_float32", "-", [(64, 4 * K)], (8, 4, 80), batch_invariant=True, dtype="float32"),
     _batch("invariant_draft", "-", [(8, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, draft=8),
-    # As many ranges of keys as the masks of models take. With eight the kernels are right, but spill registers.
+    # As many key ranges as the masks of real models need. With eight ranges the kernels are right, but spill registers.
     _batch("one_range_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=1),
     _batch("two_ranges_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2),
     _batch("two_ranges_sinks", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, key_ranges=2, sinks=True),
     _batch("two_ranges_fp8", "-", [(512, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2, **FP8),
-    # Blocks that models select: 16 of 128 keys in MiniMax M3, many small ones, single keys, whole lists of prompts.
+    # Block lists as models select them: 16 blocks of 128 keys in MiniMax M3, many small blocks, single keys, lists of
+    # whole prompts.
     _batch("blocks_128_prompt", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, MINIMAX_M3, page_size=128, **M3_BLOCKS),
     _decode("blocks_128_decode", "-", 32, 32 * K, MINIMAX_M3, page_size=128, **M3_BLOCKS),
     _batch("blocks_64_fp8", "-", [(512, 4 * K)] * 2, LLAMA_8B, page_size=64, selected=32, block_size=64, **FP8),
@@ -409,7 +416,7 @@ _MORE = (
     _batch("nvfp4_two_ranges", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", key_ranges=2),
     _decode("blocks_int4_decode", "-", 32, 16 * K, LLAMA_8B, kv_format="int4_token_head", selected=16, block_size=128),
     _batch("blocks_nvfp4", "-", [(512, 4 * K)] * 2, LLAMA_8B, kv_format="nvfp4", selected=32, block_size=64),
-    # Sizes of 1, which Triton turns into constants.
+    # Sizes of 1, which Triton specialises to constants.
     _batch("one_of_everything", "-", [(1, 16)], (1, 1, 128), spare_pages=0),
     _batch("one_page_slot", "-", [(1, 1)], (1, 1, 16), page_size=1, spare_pages=0, return_lse=True),
 )

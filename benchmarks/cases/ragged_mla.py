@@ -1,4 +1,4 @@
-"""Named shapes of ragged attention over latents: decoding, prompts, chunks and mixes of them in one call."""
+"""Named shapes of ragged attention over latents: decodes, prompts, chunks and batches that mix them."""
 
 import dataclasses
 import math
@@ -15,7 +15,7 @@ from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.reference.ragged_mla_attention import ragged_mla_attention
 from ragged_attention.tools.samples import FakeArray, LatentSample
 
-ROWS = 2039  # random latent rows; a larger cache repeats the pages that they fill
+ROWS = 2039  # number of random latent rows; a larger cache repeats the pages that they fill
 SCALE = 0.05  # the scale of a plain 8-bit cache
 
 
@@ -62,7 +62,9 @@ class RaggedLatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows for which wgmma is expected. Only a plain cache has such a tile on every Triton.
+        """The rows of a product if wgmma is expected.
+
+        Only for a plain cache does every Triton version have such a tile.
 
         Ranges of keys leave too few registers for it, except one range that all heads of a tile share.
         """
@@ -86,7 +88,7 @@ class RaggedLatentCase(Case, LatentSample):
         return queries + keys * self.row_bytes + 4 * tables
 
     def needed_keys(self) -> int:
-        """The number of latent rows that some query sees, in all sequences."""
+        """The number of latent rows that at least one query sees, over all sequences."""
         if self.key_ranges:
             return num_keys(self)
         window = self.sliding_window or math.inf
@@ -107,7 +109,10 @@ class RaggedLatentCase(Case, LatentSample):
         return 2 * self.visible_pairs() * self.num_q_heads * (self.width + self.d_v)
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "RaggedLatentCase":
-        """The first and the last sequences. Widths, cache format, page size and options do not change."""
+        """A small case with the first sequences and the last one.
+
+        Widths, cache format, page size and options do not change.
+        """
         factor = max(1.0, self.max_len / length)
         lengths = list(zip(self.q_lens, self.kv_lens, strict=True))
         kept = lengths[: sequences - 1] + lengths[sequences - 1 :][-1:]
@@ -126,7 +131,7 @@ class RaggedLatentCase(Case, LatentSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step. New rows are written through the tables of the attention."""
+        """The calls of a serving step. New rows are written through the tables that the attention uses."""
         yield self.attention_call(device)
         tables = self.arguments(self.operation)
         names = ("kv_lens", "page_indices", "cu_q_lens")
@@ -199,7 +204,7 @@ class RaggedLatentCase(Case, LatentSample):
 def batch(
     name: str, lengths: list[tuple[int, int]], heads: int, *, workload: str = "W9", **fields: Any
 ) -> RaggedLatentCase:
-    """A case by the numbers of query tokens and keys of each sequence."""
+    """A case from the number of query tokens and of keys of each sequence."""
     q_lens, kv_lens = zip(*lengths, strict=True)
     return RaggedLatentCase(name=name, workload=workload, q_lens=q_lens, kv_lens=kv_lens, num_q_heads=heads, **fields)
 
@@ -214,7 +219,7 @@ _ALL = (
 CASES = {case.name: case for case in _ALL}
 
 FEW = [(1, 900), (300, 300), (3, 70)]
-# Shapes that no table reports but that compile to code of their own.
+# Shapes that no table reports, but that compile to code of their own.
 _MORE = (
     batch("mla_ragged_window_cap", FEW, 128, sliding_window=100, soft_cap=30.0, sinks=True),
     batch("mla_ragged_page_24_h12", FEW, 12, page_size=24, sliding_window=100),

@@ -1,4 +1,4 @@
-"""Ranges of keys of benchmark cases: those of each query, and how many keys they show."""
+"""Key ranges of benchmark cases for each query, and the number of keys that they cover."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ import numpy as np
 
 
 def ranges_of(case: Any) -> np.ndarray:
-    """The ranges of a case, i32 [T, key_ranges, 2], none of which has a key after the query's own.
+    """The key ranges of a case, i32 [T, key_ranges, 2]. No range extends beyond the query's own position.
 
-    The keys up to the query's own are divided into 2 * key_ranges - 1 parts of equal length, and the query sees the
-    first part and every second one after it. So a single range is causal, and several ranges are disjoint.
+    The keys up to the query's own are divided into 2 * key_ranges - 1 parts of equal length, and the query sees every
+    second part, starting with the first. So a single range is a causal mask, and several ranges are disjoint.
     """
     count, lengths = case.key_ranges, zip(case.q_lens, case.kv_lens, strict=True)
     positions = [np.arange(kv_len - q_len, kv_len) for q_len, kv_len in lengths]
@@ -19,18 +19,18 @@ def ranges_of(case: Any) -> np.ndarray:
 
 
 def range_table(case: Any) -> dict[str, np.ndarray]:
-    """The ranges of a case as an entry of its tables, if it has any."""
+    """The `key_ranges` entry of the case's tables, or an empty dict if the case has no ranges."""
     return {"key_ranges": ranges_of(case)} if case.key_ranges else {}
 
 
 def num_pairs(case: Any) -> int:
-    """The number of pairs of a query and a key that it sees."""
+    """The number of visible pairs of a query and a key."""
     ranges = ranges_of(case).astype(np.int64)
     return int((ranges[..., 1] - ranges[..., 0]).sum())
 
 
 def num_keys(case: Any) -> int:
-    """The number of keys that some query of their sequence sees."""
+    """The number of keys that at least one query of their sequence sees."""
     total = 0
     for rows in np.split(ranges_of(case), np.cumsum(case.q_lens)[:-1]):
         change = np.zeros(rows.max(initial=0) + 1, np.int64)

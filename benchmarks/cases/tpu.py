@@ -1,6 +1,6 @@
-"""Shapes that the Pallas kernels are lowered and compiled for, for every kind of TPU; none has to be here.
+"""Shapes for which the Pallas kernels are lowered and compiled, for every kind of TPU. No TPU is needed.
 
-A case is a call over arrays that have no values, and the same case serves the lowering test and the compile table.
+A case is a call over arrays without values. The same cases serve the lowering test and the table of compilations.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from ragged_attention.calls import CALLS, Call, Device
 from ragged_attention.errors import Unsupported
 from ragged_attention.tools import samples
 
-# Kind of TPU -> what the compiler calls a machine of it, and the name that jax has for the device.
+# Kind of TPU -> the compiler's name for such a machine, and jax's name for the device.
 TARGETS: Mapping[str, tuple[str, str]] = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -25,15 +25,16 @@ TARGETS: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TpuCase:
-    """A call of an operation: `sample` changes the representative call's shapes, `arguments` its other arguments."""
+    """One call of an operation: `sample` changes the shapes of its sample call, `arguments` its other arguments."""
 
     name: str
     operation: str
     sample: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the kernel; else its heuristic's
-    kernels: int | None = 1  # that the call consists of; None: more the less scalar memory there is
-    refused: str = ""  # what the room says of it where it takes no such call
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the kernel; by default its heuristic's
+    # kernels that the call runs; None: it depends on the scalar memory, and less memory means more kernels
+    kernels: int | None = 1
+    refused: str = ""  # part of the reason that the Pallas backend gives for declining the call, if it does
 
     def call(self, device: Device) -> Call:
         return samples.sample_of(self.operation, **self.sample).call(self.operation, device, **self.arguments)
@@ -41,21 +42,21 @@ class TpuCase:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traceable:
-    """A function of arrays and the shapes to trace it with: name -> (shape, dtype)."""
+    """A function of arrays, and the shapes to trace it with: name -> (shape, dtype)."""
 
     function: Callable[..., Any]
     arrays: Mapping[str, tuple[tuple[int, ...], str]]
 
 
 def refusal(case: TpuCase) -> str | None:
-    """Why the Pallas room does not take the case on the TPU of the mesh in force, or None."""
+    """The reason why the Pallas backend declines the case on the current mesh's TPU, or None."""
     from ragged_attention.jax._launcher import device_facts
 
     return dispatch.load(case.operation, "pallas").why_not(case.call(device_facts("tpu")))
 
 
 def traceable(case: TpuCase) -> Traceable:
-    """The case's call through the jax front end on the Pallas kernels."""
+    """The case's call through the jax front end, on the Pallas kernels."""
     from ragged_attention.jax._launcher import join, split
     from ragged_attention.jax._lower import FRONT_END
 
@@ -72,7 +73,7 @@ def traceable(case: TpuCase) -> Traceable:
     return Traceable(run, shapes)
 
 
-# The blocks at which JAX's kernel is compiled; and weights are rounded, as there.
+# The block sizes at which JAX's kernel is compiled. Weights are rounded as in that kernel.
 BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64, "split_weights_below": 0}
 MIXED = {"num_tokens": 512, "max_num_seqs": 8, "max_len": 512}
 SCALES = {"k_scale": 0.25, "v_scale": 0.25}
@@ -80,15 +81,18 @@ FP8, INT8 = "float8_e4m3fn", "int8"
 
 
 def _attention(name: str, heads: tuple[int, int] = (32, 8), head_dim: int = 128, **fields: Any) -> TpuCase:
-    """A mixed batch of ragged paged attention; `fields` are the sample's, or `arguments`, `options`, `kernels`."""
-    more: dict[str, Any] = {"kernels": 2}  # one for decodes, one for the others
+    """A mixed batch of ragged paged attention.
+
+    `fields` belong to the sample, except `arguments`, `options` and `kernels`.
+    """
+    more: dict[str, Any] = {"kernels": 2}  # one kernel for decodes, one for the other sequences
     more |= {key: fields.pop(key) for key in ("arguments", "options", "kernels") if key in fields}
     sample = MIXED | {"num_q_heads": heads[0], "num_kv_heads": heads[1], "head_dim": head_dim} | fields
     return TpuCase(name=f"rpa_{name}", operation="ragged_paged_attention", sample=sample, **more)
 
 
 def _fused(name: str, **fields: Any) -> TpuCase:
-    """A mixed batch whose new keys and values the attention writes."""
+    """A mixed batch of attention that also writes the new keys and values."""
     new = samples.FakeArray((512, 8, 128), "bfloat16")
     arguments = {"new_kv": (new, new)} | fields.pop("arguments", {})
     return _attention(name, arguments=arguments, options={"fused_update": True}, **fields)
@@ -144,7 +148,7 @@ _RAGGED = (
 
 
 def _write(name: str, slots: bool = False, **sample: Any) -> TpuCase:
-    """Writing a mixed batch's new tokens, by its tables or by slots."""
+    """A write of a mixed batch's new tokens, by tables or by slots."""
     tables: dict[str, Any] = {"page_indices": None, "kv_lens": None, "cu_q_lens": None}
     arguments = tables | {"slot_mapping": samples.FakeArray((512,), "int32")} if slots else {}
     arguments |= SCALES if sample.get("cache_dtype") else {}
@@ -168,14 +172,14 @@ PREFILL = {"max_num_seqs": 1, "num_tokens": 512, "max_len": 4096}
 
 
 def _paged(name: str, options: Mapping[str, Any] | None = None, **sample: Any) -> TpuCase:
-    """A decode over pages with heads first."""
+    """A decode over pages in the heads-first layout."""
     return TpuCase(
         name=f"paged_{name}", operation="paged_attention", sample=DECODE | sample, options=dict(options or {})
     )
 
 
 def _prefill(name: str, **sample: Any) -> TpuCase:
-    """A chunk of one sequence over pages with heads first."""
+    """A prefill chunk of one sequence over pages in the heads-first layout."""
     return TpuCase(name=f"prefill_{name}", operation="prefill_attention", sample=PREFILL | sample)
 
 
@@ -208,7 +212,7 @@ def _latent(
     kernels: int = 1,
     **sample: Any,
 ) -> TpuCase:
-    """Latent attention; the sample's defaults are DeepSeek-V3.2's sparse decode from an fp8_v32 cache."""
+    """Latent attention. By default it is DeepSeek-V3.2's sparse decode from an fp8_v32 cache."""
     return TpuCase(
         name=f"mla_{name}",
         operation=operation,
@@ -261,7 +265,7 @@ _LATENT = (
 
 
 def _ragged_latent(name: str, **sample: Any) -> TpuCase:
-    """A mixed batch of ragged attention over latents, plain ones unless said otherwise."""
+    """A mixed batch of ragged attention over latents, in a plain cache by default."""
     fields: dict[str, Any] = PLAIN | MIXED | {"causal": True, "topk": 0} | sample
     return _latent(f"ragged_{name}", "ragged_mla_attention", **fields)
 
@@ -283,7 +287,7 @@ _RAGGED_LATENT = (
 
 
 def _write_latents(name: str, slots: bool = False, **sample: Any) -> TpuCase:
-    """Writing a mixed batch's new latents, by its tables or by slots."""
+    """A write of a mixed batch's new latents, by tables or by slots."""
     fields: dict[str, Any] = MIXED | {"causal": True, "topk": 0} | sample
     arguments = dict(fields.pop("arguments", {}))
     if slots:
@@ -306,7 +310,7 @@ _LATENT_WRITES = (
 
 
 def _index(name: str, operation: str = "indexer_logits", **fields: Any) -> TpuCase:
-    """The indexer; the sample's defaults are DeepSeek-V3.2's decode from pages of bytes."""
+    """A call of the indexer. By default it is DeepSeek-V3.2's decode from pages of bytes."""
     more = {key: fields.pop(key) for key in ("arguments", "kernels", "refused") if key in fields}
     return TpuCase(name=f"indexer_{name}", operation=operation, sample=fields, **more)
 
@@ -336,7 +340,7 @@ _INDEXER = (
 
 CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT, *_RAGGED_LATENT, *_LATENT_WRITES, *_INDEXER)
 
-# What the page of compilations shows: the first for every kind of TPU, the others for one of them.
+# The cases on the page of compilations: the first group for every kind of TPU, the second for one kind.
 EVERYWHERE = (
     "rpa_32x8_d128_bf16", "rpa_32x8_d128_fp8", "write_bf16", "paged_32x8_d128_bf16", "prefill_32x8_d128_bf16",
     "mla_dense_h128_bf16", "mla_sparse_h128_fp8_v32", "mla_sparse_prefill_h128_bf16", "mla_ragged_h128_bf16",
@@ -355,11 +359,11 @@ MOST = "v6e"
 
 
 def find(name: str) -> TpuCase:
-    """A case by name."""
+    """The case with this name."""
     return next(case for case in CASES if case.name == name)
 
 
 def uncovered(room: Path) -> list[str]:
-    """Operations that a folder of kernels offers and that no case calls."""
+    """The operations that a folder of kernels implements and that no case calls."""
     offered = {path.stem for path in room.glob("*.py")} & set(CALLS)
     return sorted(offered - {case.operation for case in CASES})

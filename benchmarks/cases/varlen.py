@@ -1,7 +1,7 @@
 """Named shapes of attention without a cache, W13.
 
-A case is a forward pass or the gradient of one. A floor counts, as everywhere, each needed byte once and the
-operations that no mask hides: two products forward, five backward, which has to compute the logits again.
+A case is a forward pass or its gradient. As in the other cases, a floor counts each needed byte once and the operations
+of visible pairs: two products in the forward pass, and five in the gradient, which has to compute the logits again.
 """
 
 import dataclasses
@@ -29,12 +29,13 @@ from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
 
-GIVEN = ("d_out", "d_lse", "return_d_relative_bias")  # to a gradient, beside what the forward pass takes and gives
+# a gradient's inputs that are neither inputs nor results of the forward pass
+GRADIENT_INPUTS = ("d_out", "d_lse", "return_d_relative_bias")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarlenCase(Case, VarlenSample):
-    """One batch of packed sequences; its sizes follow from the lengths."""
+    """One batch of packed sequences. Its sizes follow from the lengths."""
 
     name: str
     workload: str
@@ -64,18 +65,19 @@ class VarlenCase(Case, VarlenSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """Zero where registers do not suffice: for the addresses of biases, and for the widest heads' results."""
+        """The rows of a product, or 0 if registers do not suffice, as with biases or very wide heads."""
         if self.relative_bias or self.head_dim + self.d_v > 512:
             return 0
-        if self.batch_invariant and (self.sliding_window or self.head_dim > 128):  # programs have two accumulators
+        # batch-invariant programs have two accumulators
+        if self.batch_invariant and (self.sliding_window or self.head_dim > 128):
             return 0
         tokens = max(self.q_lens)
-        if self.selected:  # those of a job
+        if self.selected:  # the tokens of one job
             tokens = 1 if self.key_ranges or self.batch_invariant else min(tokens, 16)
         return tokens * self.num_q_heads // self.num_kv_heads
 
     def needed_bytes(self) -> int:
-        """Every array that goes in or comes out, each byte once."""
+        """The bytes of all inputs and outputs, each counted once."""
         rows = math.prod(self.q_shape) + math.prod(self.out_shape)
         keys = self.num_kv_tokens * self.num_kv_heads * (self.head_dim + self.d_v)
         lse = 4 * self.num_tokens * self.num_q_heads
@@ -98,12 +100,15 @@ class VarlenCase(Case, VarlenSample):
         return total
 
     def flops(self) -> int:
-        """Of q . k and weight * v; backward three and two of them."""
+        """The operations of q . k and weights * v.
+
+        A gradient has three products of the first kind and two of the second.
+        """
         columns = 3 * self.head_dim + 2 * self.d_v if self.backward else self.head_dim + self.d_v
         return 2 * self.visible_pairs() * self.num_q_heads * columns
 
     def scaled_down(self, *, length: int = 77, sequences: int = 3) -> "VarlenCase":
-        """Widths and the GQA ratio stay."""
+        """A small case of the same kind, with the same widths and GQA ratio."""
         factor = max(1.0, max(self.kv_lens) / length)
 
         def shorter(lens: tuple[int, ...]) -> tuple[int, ...]:
@@ -127,32 +132,35 @@ class VarlenCase(Case, VarlenSample):
         return super().arguments(operation) | {"max_q_len": max(self.q_lens), "max_kv_len": max(self.kv_lens)}
 
     def tables(self, seed: int = 0) -> Tables:
-        """There is nothing to draw."""
+        """The index arrays. They follow from the lengths, so `seed` is not used."""
         del seed
         lens = {"cu_q_lens": self.q_lens, "cu_kv_lens": self.kv_lens}
         tables = {name: np.concatenate([[0], np.cumsum(value)]).astype(np.int32) for name, value in lens.items()}
         return tables | range_table(self) | list_table(self)
 
     def changed(self) -> "Iterator[tuple[VarlenCase, Tables]]":
-        """Its lengths moved by one sequence."""
+        """This case with the lengths shifted by one sequence, then the case itself."""
         other = dataclasses.replace(self, q_lens=(*self.q_lens[1:], 0), kv_lens=(*self.kv_lens[1:], 0))
         tables = other.tables()
-        for name in tables.keys() & {"key_ranges", "selected"}:  # rows of padding repeat other rows, and are not read
+        for name in tables.keys() & {"key_ranges", "selected"}:  # rows of padding repeat other rows and are not read
             tables[name] = np.resize(tables[name], (self.num_tokens, *tables[name].shape[1:]))
         yield other, tables
         yield self, self.tables()
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
-        """Larger ones would, for a query that sees few keys, magnify the rounding of its weights beyond the bounds."""
+        """Random values.
+
+        Those of v, d_out and d_lse are small: a query with few keys would magnify the rounding of its weights.
+        """
         if name == "alibi_slopes":
             return 0.5 ** (1 + np.arange(self.num_q_heads, dtype=np.float32) % 8)
         return super().values(name, array, generator) * {"v": 1 / 4, "d_out": 1 / 16, "d_lse": 1 / 16}.get(name, 1)
 
     def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
-        """A gradient's are what the forward pass gives, by the backend that the device runs by itself."""
+        """The inputs. A gradient's `out` and `lse` come from a forward pass on the device's default backend."""
         if not self.backward:
             return inputs
-        given = {name: value for name, value in inputs.items() if name not in GIVEN}
+        given = {name: value for name, value in inputs.items() if name not in GRADIENT_INPUTS}
         if framework == "numpy":
             out, lse = varlen_attention(**given)
             return inputs | {"out": rounded(out, self.dtype), "lse": lse}
@@ -169,7 +177,7 @@ class VarlenCase(Case, VarlenSample):
         return (self._compared_gradients if self.backward else self._compared_rows)(inputs, out, to_numpy)
 
     def _sequence(self, seq: int) -> tuple[slice, slice]:
-        """The query tokens and the keys of a sequence."""
+        """The slices of a sequence's query tokens and keys."""
         rows, keys = (slice(sum(lens[:seq]), sum(lens[: seq + 1])) for lens in (self.q_lens, self.kv_lens))
         return rows, keys
 
@@ -179,9 +187,7 @@ class VarlenCase(Case, VarlenSample):
             rows = span.rows
             if self.causal:
                 keys = slice(keys.start, keys.start + max(span.kv_len, 0))
-            elif (
-                self.sliding_window or self.alibi_slopes or self.relative_bias
-            ):  # they count from all queries' positions
+            elif self.sliding_window or self.alibi_slopes or self.relative_bias:  # positions count from all queries
                 rows = every
             want, _ = varlen_attention(
                 to_numpy(inputs["q"][rows]),
@@ -201,24 +207,24 @@ class VarlenCase(Case, VarlenSample):
             yield str(dataclasses.replace(span, start=rows.start, stop=rows.stop)), to_numpy(out[rows]), want
 
     def _compared_gradients(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """dq of some rows of a sequence's first and last head, and dk and dv of some keys that these see."""
+        """dq of some rows in the first and last KV head's group, and dk and dv of some keys, for three sequences."""
         for seq in sorted({0, len(self.q_lens) - 1, int(np.argmax(self.q_lens))}):
             for kv_head in sorted({0, self.num_kv_heads - 1}):
                 for name, got, want in self._some_gradients(inputs, out, seq, kv_head, to_numpy):
                     yield f"{name} of sequence {seq}, KV head {kv_head}", got, want
 
     def _tables(self, inputs: dict[str, Any], rows: slice, to_numpy: Any) -> np.ndarray | None:
-        """The relative bias of some queries."""
+        """The relative bias for some queries, or None."""
         if not self.relative_bias:
             return None
         return to_numpy(inputs["relative_bias"][rows] if self.own_tables else inputs["relative_bias"])
 
     def _rows_of(self, name: str, inputs: dict[str, Any], rows: slice, to_numpy: Any) -> np.ndarray | None:
-        """The ranges of keys, or the lists of blocks, of some queries."""
+        """The key ranges or the block lists of some queries, or None."""
         return to_numpy(inputs[name][rows]) if getattr(self, name) else None
 
     def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
-        """(name, what is there, what the definition gives) of the ends of a sequence, for one KV head's group."""
+        """Yield (name, result, reference) for the ends of a sequence and one KV head's group."""
         rows, keys = self._sequence(seq)
         q_len, kv_len = self.q_lens[seq], self.kv_lens[seq]
         group = self.num_q_heads // self.num_kv_heads
@@ -262,7 +268,7 @@ class VarlenCase(Case, VarlenSample):
 def _both(
     name: str, workload: str, lens: tuple[int, ...], heads: tuple[int, int], widths: tuple[int, int], **options: Any
 ) -> Iterator[VarlenCase]:
-    """A forward pass and its gradient."""
+    """Yield a forward pass and its gradient."""
     make = functools.partial(
         VarlenCase, workload=workload, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=widths[0], d_v=widths[1],
         **({"q_lens": lens, "kv_lens": lens} | options),
@@ -279,7 +285,7 @@ def _invariant(name: str, heads: tuple[int, int], width: int, **options: Any) ->
     )  # fmt: skip
 
 
-# Tokens of a batch as upstream's benchmark has them: the more a sequence has, the fewer sequences.
+# Batch sizes as in upstream's benchmark: 16k tokens in all, so longer sequences mean fewer of them.
 _SHAPES = (((128, 128), (16, 16)), ((192, 128), (16, 16)))
 _ALL = (
     *(
@@ -297,7 +303,7 @@ _ALL = (
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports but that compile to code of their own.
+# Shapes that no table reports, but that compile to code of their own.
 _MORE = (
     *_both("float16_64", "-", (1000,) * 4, (32, 8), (64, 64), dtype="float16"),
     *_both("float32_80", "-", (333,) * 4, (8, 4), (80, 80), dtype="float32", sliding_window=100),
