@@ -47,7 +47,7 @@ def test_registers_of_products_under_way_are_not_touched(touch: str) -> None:
         fault = listing(*both, "LDS.128 R22, [R2]", SETTLE)
     name = sass.instructions_of(f"        /*0000*/                   {touch} ;")[0].name
     (found,) = hazards.found(fault)
-    assert re.fullmatch(rf"{re.escape(name)} at 0x\w+ touches registers of a product under way", found)
+    assert re.fullmatch(rf"{re.escape(name)} at 0x\w+ touches registers of a product in flight", found)
     assert hazards.found(passes) == []
 
 
@@ -61,7 +61,7 @@ def test_products_are_ordered_behind_writes() -> None:
     twice = LOGITS.replace(", gsb0", "")
     assert hazards.found(listing(ARRIVE, twice, LOGITS, SETTLE, ARRIVE, LOGITS, SETTLE)) == []
     assert hazards.found(listing(ARRIVE, LOGITS, SETTLE, LOGITS, SETTLE)) == [
-        "HGMMA.64x64x16.F32.BF16 at 0x30 is not ordered behind writes to shared memory"
+        "HGMMA.64x64x16.F32.BF16 at 0x30 is not ordered after writes to shared memory"
     ]
 
 
@@ -78,7 +78,7 @@ def test_a_load_does_not_wait_for_a_load() -> None:
     first, second = ((load, control(sets=barrier)) for barrier, load in enumerate(LOADS))
     used = ((USE, control(waits=[0])), (USE, control(waits=[1])))
     assert hazards.found(producer(first, second, *used)) == []
-    wrong = "1 loads of a turn wait for the one before, which should be under way together"
+    wrong = "1 loads of an iteration wait for the previous one, but should be in flight together"
     assert hazards.found(producer(first, used[0], second, used[1])) == [wrong]
     itself = (LOADS[1], control(sets=1, waits=[0]))
     assert hazards.found(producer(first, itself, *used)) == [wrong]
@@ -96,7 +96,7 @@ def test_a_load_that_was_issued_long_before_costs_nothing() -> None:
 def test_what_is_found_fails_the_page() -> None:
     code = listing(ARRIVE, LOGITS, "MOV R30, R2", SETTLE)
     kernel = sass.Kernel("k", "Body", 168, 0, 0, 0, (72, 216), sass.count(code), (), tuple(code))
-    assert "Body: MOV at 0x20 touches registers of a product under way" in cuda_sass.failures([kernel], {})
+    assert "Body: MOV at 0x20 touches registers of a product in flight" in cuda_sass.failures([kernel], {})
 
 
 def test_the_chain_is_read_round_the_loop() -> None:

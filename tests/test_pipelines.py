@@ -201,9 +201,9 @@ def test_a_loop_must_be_known_or_ahead_and_no_longer_known_then() -> None:
     (wrong,) = gate.failures({"a": [walk(), dataclasses.replace(late, loop=1)]}, set())
     assert wrong.startswith("a, split_kernel, loop 1: wait 0, 2.0 blocks ahead; expected a wait above 0 and 2 blocks")
     (stale,) = gate.failures({"a": [walk()]}, known)
-    assert stale == "a, split_kernel, loop 0: keeps enough ahead by now; take it from NOT_YET"
+    assert stale == "a, split_kernel, loop 0: prefetches enough now; remove it from NOT_YET"
     (lost,) = gate.failures({"a": []}, known)
-    assert lost == "a, split_kernel, loop 0: there is no such loop; take it from NOT_YET"
+    assert lost == "a, split_kernel, loop 0: there is no such loop; remove it from NOT_YET"
     assert gate.failures({"a": [dataclasses.replace(late, kernel="tile_kernel")]}, set()) == []
 
 

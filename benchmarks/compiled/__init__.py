@@ -1,1 +1,1 @@
-"""What the kernels compile to, read without a GPU or TPU."""
+"""What the kernels compile to. No GPU or TPU is needed to read it."""

@@ -1,11 +1,11 @@
-"""What binds the loops of the Triton kernels on AMD's GPUs, read from their machine code.
+"""The bottlenecks of the Triton kernels' loops on AMD's GPUs, read from their machine code.
 
     python -m benchmarks.compiled.amd [--cases NAME ...] [--arch gfx942 ...] [--kernels NAME ...] [--tile FIELD=VALUE]
 
-Every kernel of the main cases that multiplies is compiled for MI300X (gfx942) and MI355X (gfx950), and each of its
-inner loops is read (`gcn.py`): registers, programs at once, instructions by kind and width, cycles that units are busy,
-how early keys are asked for, how long a turn takes. docs/amd.md says what is assumed. With `--cases` it only prints;
-else it writes the tables of docs/amd.md.
+The command compiles every kernel with matrix products of the main cases for MI300X (gfx942) and MI355X (gfx950), and
+reads each of its inner loops (`gcn.py`): registers, resident programs, instructions by kind and width, the cycles for
+which units are busy, how long before its wait a block of keys is requested, and the time of an iteration. docs/amd.md
+states the assumptions. The command writes the tables of docs/amd.md; with `--cases` it only prints.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from benchmarks.compiled import compiling, document, gcn, pipelines
 from benchmarks.compiled.gcn import CHIPS, SIMDS, Chip, Counts, Turn
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "amd.md"
-LATENCIES = (1500.0, 2100.0)  # cycles of memory under load; not measured
+LATENCIES = (1500.0, 2100.0)  # latencies of memory under load, in cycles; not measured
 
-# One case for each code that matters; where a case has several kernels, those that are read.
+# One case for each important piece of code. If a case has several kernels, the tuple names those that are read.
 SHOWN: dict[str, tuple[str, ...]] = {
     "decode_64x4k": (), "decode_64x4k_page1": (), "decode_64x4k_page64": (), "gpt_oss_full_64x4k": (),
     "gemma2_32x4k": (), "gemma4_global_32x4k": (), "fp8_64x4k": (), "prefill_4k": (), "gpt_oss_prefill_4k": (),
@@ -40,17 +40,17 @@ class Loop:
     arch: str
     num_warps: int
     num_stages: int
-    vectors: int  # registers a thread, both files
-    accumulators: int  # those of them in the file for products
-    scalars: int
-    parked: int  # scalar registers that are kept in lanes of vector registers
-    spilled: int  # bytes a thread
-    lds: int
+    vectors: int  # vector registers per thread, in both register files
+    accumulators: int  # how many of them are accumulation registers (AGPRs), the file for products
+    scalars: int  # scalar registers per wave
+    parked: int  # scalar registers that are spilled to lanes of vector registers
+    spilled: int  # spilled bytes per thread
+    lds: int  # bytes of LDS per program
     counts: Counts
-    busy: Mapping[str, float]  # cycles of each kind of unit
-    copied: int  # bytes of keys and values a turn
-    chain: Turn  # with memory that answers at once
-    turns: tuple[tuple[float, Turn], ...]  # by latency
+    busy: Mapping[str, float]  # kind of unit -> cycles per iteration
+    copied: int  # bytes of keys and values per iteration
+    chain: Turn  # an iteration with a memory latency of 0
+    turns: tuple[tuple[float, Turn], ...]  # (latency of memory in cycles, the iteration at that latency)
 
     @property
     def chip(self) -> Chip:
@@ -58,33 +58,38 @@ class Loop:
 
     @property
     def programs(self) -> int:
-        """That a compute unit holds."""
+        """The number of programs that fit a compute unit."""
         return gcn.programs_at_once(self.vectors, self.lds, self.num_warps, self.chip)
 
     @property
     def waves(self) -> float:
-        """On a SIMD."""
+        """The number of resident waves per SIMD."""
         return self.programs * self.num_warps / SIMDS
 
     @property
     def needs(self) -> dict[str, float]:
-        """Cycles that a turn takes of each kind of unit, and of memory where keys come from there: a compute unit's
-        share of its bandwidth. Kernels of many rows have their keys from caches, where other programs' keys are too."""
+        """The cycles that an iteration needs from each kind of unit.
+
+        If keys come from memory, these include memory at a compute unit's share of the bandwidth. Kernels with many
+        rows read keys from caches, where other programs have already put them.
+        """
         memory = {"memory": self.copied / self.chip.share} if self.kernel in pipelines.DECODING else {}
         return {**self.busy, **memory}
 
     @property
     def bound(self) -> str:
-        """What a turn keeps busy longest."""
+        """The unit that an iteration keeps busy longest."""
         return max(self.needs, key=self.needs.__getitem__)
 
     def turn(self, latency: float) -> float:
-        """Cycles of a turn of each of the programs that a compute unit holds: they share units, and wait by
-        themselves."""
+        """The cycles per iteration of each resident program.
+
+        Programs share the units of a compute unit, but wait independently.
+        """
         return max(dict(self.turns)[latency].cycles, self.programs * max(self.busy.values()))
 
     def reachable(self, latency: float) -> float:
-        """Bytes in a second of keys and values that all compute units can take in."""
+        """The bytes of keys and values per second that all compute units together can read."""
         return self.programs * self.copied / self.turn(latency) * self.chip.units * self.chip.clock
 
 
@@ -107,7 +112,7 @@ def loops(launch: compiling.Launch, arch: str) -> list[Loop]:
 
 
 def read_case(name: str, arch: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Loop]:
-    """Every loop of the kernels of a case that are `chosen`."""
+    """The inner loops of the selected kernels of a case."""
     return [loop for launch in pipelines.chosen(name, kernels, tile, arch) for loop in loops(launch, arch)]
 
 
@@ -122,7 +127,10 @@ TIME = f"| case | kernel | {' | '.join(UNITS)} | bound | matrices | wait | lead 
 
 
 def accesses(found: Counts, *kinds: str) -> str:
-    """`16 B x 8, 4 B x 5`; what goes past registers straight to LDS is marked."""
+    """Accesses by width, such as `16 B x 8, 4 B x 5`.
+
+    Loads that go straight to LDS, past registers, are marked "direct".
+    """
     texts = [
         f"{width} B x {number}{' direct' if kind == 'direct' else ''}"
         for kind in kinds
@@ -161,7 +169,7 @@ Found = Sequence[tuple[str, Loop]]
 
 
 def tables(found: Found) -> str:
-    """What loops are made of, and how long they take."""
+    """The tables of a GPU: what the loops consist of, and how long they take."""
     made = document.table(CODE, (code_line(case, loop) for case, loop in found))
     return made + "\n" + document.table(TIME, (time_line(case, loop) for case, loop in found))
 

@@ -1,7 +1,8 @@
-"""How long what hangs together in a consumer's loop takes: from a block's logits to the product with its values.
+"""The dependent chain in a consumer's loop, from a block's logits to the product of its weights with its values.
 
-While a warpgroup goes from the end of QK to the issue of PV, the tensor cores have only what the other has given them.
-The issue cycles in between, as the control bits say them, are a bound from below that a model of throughput cannot see.
+While one warpgroup is between the end of QK and the issue of PV, the tensor cores have only the work that the other
+warpgroup issued. The issue cycles of this chain, read from the control bits, are a lower bound that a throughput model
+misses.
 """
 
 from collections.abc import Sequence
@@ -14,17 +15,17 @@ LOGITS = "64x64x16"  # the shape of QK's products; PV's are wider
 
 
 class Chain(NamedTuple):
-    """One turn of a consumer's loop."""
+    """The chain in one iteration of a consumer's loop."""
 
-    cycles: int  # stalls from the wait for the last product of QK to the first product of PV
-    waits: int  # for all products under way, from the first product of QK to that wait
-    at_times: int = 0  # further stalls of what a branch jumps over, such as a rescaling that hardly ever comes
+    cycles: int  # issue cycles from the wait for the last QK product to the first PV product
+    waits: int  # waits for all products in flight, from the first QK product through that wait
+    at_times: int = 0  # further issue cycles of code that a branch can skip, such as a rescaling that is rarely needed
 
 
 def chain_of(loop: Sequence[Instruction]) -> Chain | None:
-    """The chain of a loop that computes logits and multiplies them with values; None of any other.
+    """The chain of a loop that computes logits and multiplies weights with values. None for any other loop.
 
-    The loop is read round: where a turn begins is the compiler's choice.
+    The compiler chooses where an iteration begins, so the loop is read cyclically.
     """
     turn = [line for line in loop if line.name != "NOP"]
     products = [(index, _shape(line)) for index, line in enumerate(turn) if line.name.startswith("HGMMA")]
@@ -49,7 +50,7 @@ def chain_of(loop: Sequence[Instruction]) -> Chain | None:
 
 
 def _jumped_over(code: Sequence[Instruction]) -> set[int]:
-    """The instructions that conditional branches within a stretch of code lead past."""
+    """The indices of the instructions that conditional branches within `code` can skip."""
     places = {line.address: index for index, line in enumerate(code)}
     return {
         between

@@ -1,12 +1,12 @@
-"""The CUDA kernels as compiled for Hopper: registers, memory, instructions, and what each turn of their loops costs.
+"""The CUDA kernels as compiled for Hopper: registers, memory, instructions, and the cost of their loops' iterations.
 
     python -m benchmarks.compiled.cuda_sass [--check] [--peer]
 
-Needs nvcc, g++ and the CUTLASS headers, but no GPU. Writes docs/cuda_compile.md; with `--check` it compares instead.
-It fails on a kernel that uses local memory, lacks the matrix or copy instructions that it is built on, takes other
-registers than planned, needs more shared memory than a thread block can have, or has one of the hazards that
-`hazards.py` finds. With `--peer` FlashMLA's own kernels are read as well, from the library that
-`python -m benchmarks.peers.sources` fetches; without it what the page says of them stays.
+The command needs nvcc, g++ and the CUTLASS headers, but no GPU. It writes docs/cuda_compile.md; with `--check` it
+compares instead. It fails if a kernel uses local memory, lacks the matrix or copy instructions that it is built on, has
+other registers than planned, needs more shared memory than a thread block can have, or has one of the hazards that
+`hazards.py` finds. With `--peer` it also reads FlashMLA's own kernels, from the library that `python -m
+benchmarks.peers.sources` fetches; without it the page keeps its lines about them.
 """
 
 import argparse
@@ -29,39 +29,41 @@ from ragged_attention.tools import build_cuda
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cuda_compile.md"
 
-# The plan of the attention kernels: 384 threads begin with 168 registers each, which is all that a multiprocessor has;
-# then two warpgroups take what the third, which only copies, gives back.
+# The register plan of the attention kernels: 384 threads start with 168 registers each, all that a multiprocessor has.
+# Then two warpgroups take the registers that the third one, which only copies, gives back.
 REGISTERS = 168
 CONSUMERS, REGISTER_FILE = 2, 65536 // 128
-AROUND = ("Combine<", "NarrowCombine<", "Deal")  # the other kernels: merging of splits, the schedule
-NARROW = "Narrow<"  # how the body begins whose warps multiply by themselves, of rows that bulk copies fetch
-DENSE = ", false>"  # how the bodies end that find keys by pages and so fetch them by TMA
-# Loads of a turn that wait for an earlier one, where a producer has no registers for all of them at once.
+# the kernels without matrix products: those that merge splits, and the one that makes a schedule
+HELPERS = ("Combine<", "NarrowCombine<", "Deal")
+# the beginning of the names of kernels whose warps multiply independently, on rows fetched by bulk copies
+NARROW = "Narrow<"
+DENSE = ", false>"  # the end of the names of kernels that find keys by pages and fetch them by TMA
+# Loads of an iteration that may wait for an earlier load, in producers without registers for all loads at once.
 SERIAL = {"Fp8V4": 3, "V41": 5}
-RESERVED = 1024  # bytes of a block's shared memory that are the system's
+RESERVED = 1024  # bytes of a thread block's shared memory that the system reserves
 
 HEADER = """\
 # What the CUDA kernels compile to
 
-Read from the machine code of the library for sm_90a, which takes no GPU. Written by `make cuda-compile`, which fails on
-a kernel that uses local memory, lacks the matrix (HGMMA, HMMA) or copy (UTMALDG, LDGSTS, UBLKCP) instructions that it
-rests on, waits for its products one by one, has other registers than planned, or needs more shared memory than a thread
-block's {limit} KiB. Nor may an instruction touch the registers of a product under way, a product be issued that no
-WARPGROUP.ARRIVE orders behind writes to its operands, or a load wait for another load of the same turn. CI compares.
+This page is read from the machine code of the library for sm_90a; no GPU is needed. `make cuda-compile` writes it. It
+fails if a kernel uses local memory, lacks the matrix (HGMMA, HMMA) or copy (UTMALDG, LDGSTS, UBLKCP) instructions that
+it is built on, waits for its products one by one, has other registers than planned, or needs more shared memory than a
+thread block's {limit} KiB. It also fails if an instruction touches the registers of a product in flight, if a product
+is issued that no WARPGROUP.ARRIVE orders after the writes to its operands, or if a load waits for another load of the
+same iteration. CI checks that the page is current.
 
-A kernel's name is that of its body: `Seesaw<operands, width of a row, lists>` of plain caches, `Fp8Decode` of
-`fp8_v32`, `Narrow<8 heads so many times, teams by heads>` of those with few heads, `Fp8V4` of `fp8_v4`, `V41` of
-`fp8_v41` and `fp4_v41` ones, `Combine<results>` and `NarrowCombine<results>` which merge splits, `Deal` which makes a
-schedule. For the loads of the decoding producers there are not registers enough to have all under way at once:
-{serial} of a turn of `Fp8V4` wait for the one before, and of `V41` {serial_41} of those of both formats, of which a
-block has one.
+A kernel is named after its body. `Seesaw<operands, width of a row, lists>` reads plain caches, `Fp8Decode` reads
+`fp8_v32`, `Narrow<groups of 8 heads per team, teams by heads>` reads `fp8_v32` with few heads, `Fp8V4` reads `fp8_v4`,
+and `V41` reads `fp8_v41` and `fp4_v41`. `Combine<results>` and `NarrowCombine<results>` merge splits, and `Deal` makes
+a schedule. Producers that decode rows do not have the registers for all their loads at once: in an iteration of `Fp8V4`
+{serial} loads wait for the previous one, and in `V41` {serial_41}, counted over both formats, of which a block has one.
 """
 KERNELS = """\
 ## Kernels
 
-Registers a thread at launch, and what warpgroups change them to; bytes of stack that are set aside, and loads and
-stores of local memory; shared memory in bytes, asked for at launch; products by shape; loads by TMA, of tiles or whole
-rows; asynchronous copies of 16 bytes; instructions in all.
+The columns are: registers per thread at launch, and the numbers that warpgroups change them to; bytes of reserved
+stack; loads and stores of local memory; bytes of shared memory, requested at launch; matrix products by shape; TMA
+loads, of tiles or whole rows; asynchronous copies of 16 bytes; all instructions.
 
 | kernel | registers | changed to | stack | local | shared | products | TMA | copies | instructions |
 |---|---|---|---|---|---|---|---|---|---|
@@ -69,11 +71,11 @@ rows; asynchronous copies of 16 bytes; instructions in all.
 LOOPS = """\
 ## Inner loops
 
-The loops in which products are computed or keys are fetched, one turn of each: two blocks of 64 keys in `Seesaw`,
-`Fp8V4` and `V41`, one in `Fp8Decode` and `Narrow`, of which a team of the latter has half, by keys or by heads. The
-loop of `V41`'s producer has the code for both formats. Products by shape, and how often their end is waited for; loads
-by TMA and asynchronous copies; exponentials; other arithmetic in float; loads and stores of shared memory; those of
-local memory; waits for memory barriers; words between warpgroups.
+These are the loops that compute products or fetch keys, one iteration of each. An iteration covers two blocks of 64
+keys in `Seesaw`, `Fp8V4` and `V41`, and one block in `Fp8Decode` and `Narrow`; each team of `Narrow` takes half of the
+block, by keys or by heads. The loop of `V41`'s producer has the code for both formats. The columns are: matrix products
+by shape; waits for their results (settled); TMA loads and asynchronous copies; exponentials; other float arithmetic;
+loads and stores of shared memory; those of local memory; waits for memory barriers; barriers between warpgroups.
 
 | kernel | loop | instructions | products | settled | copies | ex2 | float | LDS | STS | local | waits | barriers |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|
@@ -82,20 +84,21 @@ local memory; waits for memory barriers; words between warpgroups.
 PEER = """\
 ## Beside FlashMLA's own binary
 
-The loops of FlashMLA's kernels for Hopper, as its authors' compiler made them, and ours, read by the same program:
-`python -m benchmarks.peers.sources` fetches the library, `python -m benchmarks.compiled.cuda_sass --peer` reads it.
-FlashMLA's sparse decode with 128 heads runs in pairs of thread blocks that decode half of each block's rows, so its
-producer's turn is half a block; its dense kernels have no producer. Chain: cycles, as the control bits say them, from
-the wait for the last product of QK to the first product of PV, and behind a plus those of stretches that a branch jumps
-over, such as a rescaling that hardly ever comes; waits: how often QK waits for all that is under way;
-in series: loads that wait for another load of their turn. Shared memory is asked for at launch, so a binary does not
-say FlashMLA's. Where a loop of its prefill has twice the products of QK, the first QK, which comes once, is among them.
+The table compares the loops of FlashMLA's Hopper kernels, as its authors compiled them, with ours. The same program
+reads both: `python -m benchmarks.peers.sources` fetches the library, and
+`python -m benchmarks.compiled.cuda_sass --peer` reads it. FlashMLA's sparse decode with 128 heads runs in pairs of
+thread blocks, each of which decodes half of every block's rows, so an iteration of its producer covers half a block.
+Its dense kernels have no producer. "Chain" is the number of issue cycles, read from the control bits, from the wait
+for the last QK product to the first PV product; the number after a plus is for code that a branch can skip, such as a
+rescaling that is rarely needed. "Waits" counts how often QK waits for all products in flight, and "in series" the loads
+that wait for another load of their iteration. Shared memory is requested at launch, so the binary does not show it for
+FlashMLA. If a loop of its prefill has twice the products of QK, the first QK, which runs once, is among them.
 
 | what | kernel | loop | instructions | products | chain | waits | in series | registers | changed to | shared |
 |---|---|---|---|---|---|---|---|---|---|---|
 """
 NOT_READ = "| - | FlashMLA: not read yet | | | | | | | | | |\n"
-OURS = {  # the kernels that compute what FlashMLA's do, and what that is called
+OURS = {  # our kernels with a FlashMLA counterpart -> what both compute
     "Seesaw<bf16, 576, false>": "dense decode", "Seesaw<bf16, 576, true>": "sparse prefill",
     "Fp8Decode": "sparse decode, fp8", "Fp8V4": "sparse decode, fp8", "Narrow<2, false>": "sparse decode, fp8",
 }  # fmt: skip
@@ -115,7 +118,7 @@ template <class T> constexpr size_t size_of(long) {{ return 0; }}
 
 
 def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
-    """Bytes of shared memory that each kernel's launch asks for: the size of its body's `Smem`, as g++ computes it."""
+    """The bytes of shared memory that each kernel's launch requests: the `Smem` size of its body, according to g++."""
     bodies = sorted({kernel.type for kernel in found})
     recipe = kernels.emulation_recipe()
     lines = "\n".join(f"char size_{index}[1 + size_of<{body}>(0)];" for index, body in enumerate(bodies))
@@ -126,13 +129,14 @@ def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise BackendMissing(f"the sizes of shared memory do not compile:\n{done.stderr[-2000:]}")
-        said = subprocess.run(["nm", "-S", made], check=True, capture_output=True, text=True).stdout
-    sizes = {int(index): int(size, 16) - 1 for size, index in re.findall(r"^\w+ (\w+) \w size_(\d+)$", said, re.M)}
-    return {body: sizes[index] if sizes[index] > 1 else 0 for index, body in enumerate(bodies)}  # 1: an empty struct
+        symbols = subprocess.run(["nm", "-S", made], check=True, capture_output=True, text=True).stdout
+    sizes = {int(index): int(size, 16) - 1 for size, index in re.findall(r"^\w+ (\w+) \w size_(\d+)$", symbols, re.M)}
+    # an empty struct has size 1
+    return {body: sizes[index] if sizes[index] > 1 else 0 for index, body in enumerate(bodies)}
 
 
 def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[str]:
-    """Everything that must not ship, one line each."""
+    """The reasons why the kernels must not ship, one line each."""
     wrong = []
     for kernel in found:
         counts, limit = kernel.counts, shared_memory_of("sm_90")
@@ -144,7 +148,7 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
             complain(f"{counts['LDL']} loads and {counts['STL']} stores of local memory")
         if (needed := shared.get(kernel.type, 0) + kernel.static_shared - RESERVED) > limit:
             complain(f"needs {needed} bytes of shared memory, a thread block has {limit}")
-        if kernel.type.startswith(AROUND):
+        if kernel.type.startswith(HELPERS):
             continue
         narrow = kernel.type.startswith(NARROW)
         for kind in ("HMMA", "UBLKCP") if narrow else ("HGMMA", "LDGSTS"):
@@ -156,26 +160,27 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
             complain(f"{kernel.registers} registers, {REGISTERS} are planned")
         if (held := held_registers(kernel)) is None or held > REGISTER_FILE:
             asked = ", ".join(map(str, kernel.set_registers)) or "nothing"
-            complain(f"registers are changed to {asked}, {REGISTER_FILE} are to be had")
+            complain(f"registers are changed to {asked}, {REGISTER_FILE} are available")
         if sum(map(_multiplies, kernel.loops)) != CONSUMERS:
-            complain(f"{len(kernel.loops)} inner loops, one a consumer is planned, and the producer's")
+            complain(f"{len(kernel.loops)} inner loops, one per consumer and the producer's are planned")
         for hazard in hazards.found(kernel.code, SERIAL.get(kernel.type, 0)):
             complain(hazard)
         for loop in kernel.loops:
-            if 2 * loop["settled"] > loop["HGMMA"]:  # what ptxas does where it cannot prove them independent
-                complain(f"{loop['settled']} waits for {loop['HGMMA']} products, which should run one behind another")
-    if all(kernel.type.startswith(AROUND) for kernel in found):
+            # ptxas inserts such waits if it cannot prove that the products are independent
+            if 2 * loop["settled"] > loop["HGMMA"]:
+                complain(f"{loop['settled']} waits for {loop['HGMMA']} products, which should run one after another")
+    if all(kernel.type.startswith(HELPERS) for kernel in found):
         wrong.append("no attention kernel is in the library")
     return wrong
 
 
 def _multiplies(counts: sass.Counts) -> bool:
-    """Whether a loop is a consumer's."""
+    """Whether a loop is a consumer's, that is, has matrix products."""
     return bool(counts["HGMMA"] or counts["HMMA"])
 
 
 def held_registers(kernel: sass.Kernel) -> int | None:
-    """Registers of a thread of each warpgroup together: the producer asks for the fewest, the consumers may differ."""
+    """The registers per thread, summed over the warpgroups: the producer, which requests the fewest, and consumers."""
     if len(kernel.set_registers) not in (2, 1 + CONSUMERS):
         return None
     producer, *consumers = kernel.set_registers
@@ -185,7 +190,7 @@ def held_registers(kernel: sass.Kernel) -> int | None:
 def document(
     found: Sequence[sass.Kernel], shared: Mapping[str, int], compiler: str, theirs: Sequence[str] = (NOT_READ,)
 ) -> str:
-    """The page; `theirs` are the lines of the table that have FlashMLA's loops."""
+    """The whole page. `theirs` are the table lines about FlashMLA's loops."""
     wrong = failures(found, shared)
     lines = [
         HEADER.format(limit=shared_memory_of("sm_90") // 1024, serial=SERIAL["Fp8V4"], serial_41=SERIAL["V41"]),
@@ -194,7 +199,7 @@ def document(
     ]
     lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
-    # What two units have both, the merging of splits, is one line.
+    # Both units contain the kernels that merge splits; those lines are shown once.
     table = KERNELS + "".join(dict.fromkeys(_kernel_line(kernel, shared) for kernel in found))
     attention = [kernel for kernel in found if _multiplies(kernel.counts)]
     loops = LOOPS + "".join(_loop_line(kernel, loop) for kernel in attention for loop in kernel.loops)
@@ -208,7 +213,7 @@ def document(
 
 
 def peer_lines(what: str, name: str, kernel: sass.Kernel, shared: object) -> list[str]:
-    """The loops of a kernel, ours or FlashMLA's, as lines of the table that compares them."""
+    """The loops of one kernel, ours or FlashMLA's, as lines of the comparison table."""
     lines = []
     for loop in {(loop[0].address, loop[-1].address): loop for loop in sass.working_loops(kernel.code)}.values():
         counts, chain = sass.count(loop), chains.chain_of(loop)
@@ -223,7 +228,7 @@ def peer_lines(what: str, name: str, kernel: sass.Kernel, shared: object) -> lis
 
 
 def read_peer() -> list[str]:
-    """The lines of FlashMLA's loops, from its library."""
+    """The table lines about FlashMLA's loops, read from its library."""
     path = flash_mla.library()
     if not path.is_file():
         raise BackendMissing(f"expected FlashMLA's library at {path}: python -m benchmarks.peers.sources fetches it")
@@ -235,7 +240,7 @@ def read_peer() -> list[str]:
 
 
 def kept_peer() -> list[str]:
-    """Those lines as the page has them."""
+    """The table lines about FlashMLA's loops in the current page."""
     text = DOCUMENT.read_text() if DOCUMENT.is_file() else ""
     return re.findall(r"^\|[^|\n]*\| FlashMLA.*\n", text, re.MULTILINE) or [NOT_READ]
 
@@ -277,7 +282,7 @@ def _products(counts: sass.Counts) -> str:
 
 
 def compiler() -> str:
-    """What the facts rest on, sources aside."""
+    """The versions of nvcc and CUTLASS, on which the page depends."""
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
     if nvcc is None or include is None:
         raise BackendMissing(toolchain.missing_to_compile() or "nvcc does not run")
@@ -285,7 +290,7 @@ def compiler() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if all is well, 1 if a kernel is not as planned or the page is not of this code, 2 if nothing can be built."""
+    """Return 0 if all is well, 1 if a kernel is not as planned or the page is outdated, 2 if the build fails."""
     parser = argparse.ArgumentParser(prog="cuda_sass", description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with docs/cuda_compile.md, write nothing")
     parser.add_argument("--peer", action="store_true", help="read FlashMLA's own library too")
@@ -304,13 +309,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.check:
         before = DOCUMENT.read_text() if DOCUMENT.is_file() else ""
         if before and with_what not in before:
-            console.print(f"not compared, for {DOCUMENT.name} is of another compiler than {with_what}", highlight=False)
+            console.print(
+                f"not compared: {DOCUMENT.name} was written with another compiler than {with_what}", highlight=False
+            )
             return int(bool(wrong))
         changed = list(difflib.unified_diff(before.splitlines(), text.splitlines(), DOCUMENT.name, "now", lineterm=""))
         for line in changed:
             console.print(line, markup=False, highlight=False)
         if not changed:
-            console.print(f"{DOCUMENT.name} is that of this code: {len(found)} kernels")
+            console.print(f"{DOCUMENT.name} is current: {len(found)} kernels")
         return int(bool(wrong or changed))
     DOCUMENT.write_text(text)
     console.print(f"wrote {DOCUMENT}: {len(found)} kernels")

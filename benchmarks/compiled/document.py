@@ -1,4 +1,4 @@
-"""docs/predictions.md, parts of which commands write."""
+"""The generated parts of docs/predictions.md."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -7,12 +7,12 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "predictions.md"
 
 
 def table(head: str, lines: Iterable[str]) -> str:
-    """A table of lines, which end as the head does."""
+    """A Markdown table: a header line and the lines below it, each of which ends with a newline."""
     return head + "|---" * head.count(" |") + "|\n" + "".join(lines)
 
 
 def part(name: str, text: str | None = None) -> str:
-    """What stands between a part's marks, in the document or in `text`."""
+    """The text between a part's marks, in the document or in `text`."""
     begin, end = marks(name)
     return (DOCUMENT.read_text() if text is None else text).partition(begin)[2].partition(end)[0].strip()
 

@@ -1,11 +1,12 @@
-"""Products that read shared memory, in PTX, with no proxy fence since copies to it were waited for.
+"""Finds matrix products in PTX that read shared memory without a proxy fence after the wait for copies to it.
 
-Threads copy by `cp.async` and wait; `wgmma` and `tcgen05` read another way to the same memory, the asynchronous proxy,
-and between the two the PTX ISA wants `fence.proxy.async`. Before or after the barrier that tells other threads of the
-copies: each thread fences its own and passes that on, or fences all that it was told of.
+Threads copy with `cp.async` and wait. `wgmma` and `tcgen05` read the same memory through the asynchronous proxy, and
+the PTX ISA requires `fence.proxy.async` between the two. The fence may come before or after the barrier that tells
+other threads about the copies: either each thread fences its own copies before it signals, or the reader fences
+everything after the barrier.
 
-Which memory a product reads, PTX does not say plainly. Triton's own code says whether any product of a kernel reads
-what was copied; if one does, all of them must have a fence.
+PTX does not show directly which memory a product reads. Triton's GPU IR shows whether any product of a kernel reads
+copied memory. If one does, all products of the kernel must have a fence.
 """
 
 import re
@@ -18,15 +19,16 @@ LABEL = re.compile(r"^(\$L__BB\w+):")
 BRANCH = re.compile(r"^(@!?%\w+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);")
 END = re.compile(r"^(?:ret|exit|trap);")
 
-# In Triton's code for GPUs.
+# Patterns for Triton's GPU IR (TTGIR).
 VIEW = re.compile(r"(%[\w.]+) = ttg\.memdesc_\w+ (%[\w.]+)")
-FILLED = re.compile(r"(%[\w.]+) = (?:ttg\.local_alloc %|ttng\.tmem_alloc )")  # by threads, or no shared memory at all
+# filled by threads, or not shared memory at all
+FILLED = re.compile(r"(%[\w.]+) = (?:ttg\.local_alloc %|ttng\.tmem_alloc )")
 COPIED = re.compile(r"ttg\.async_copy_global_to_local %[\w.#]+, (%[\w.]+)")
 OPERANDS = re.compile(r"ttng\.(?:warp_group_dot|tc_gen5_mma) (%[\w.#]+), (%[\w.#]+), .*? : (tensor|!ttg\.memdesc)<")
 
 
 def only_reads_what_threads_wrote(ttgir: str) -> bool:
-    """Whether there are such products, and all read registers and memory that threads filled and never copied to."""
+    """Whether all products (of at least one) read only registers or memory that threads filled without copies."""
     views = {match[1]: match[2] for match in VIEW.finditer(ttgir)}
 
     def whole(name: str) -> str:
@@ -42,7 +44,7 @@ def only_reads_what_threads_wrote(ttgir: str) -> bool:
 
 
 def unfenced(ptx: str) -> list[int]:
-    """The lines, from 1, of such products that some path through the code leads to."""
+    """The line numbers, from 1, of products that some path reaches from a wait without passing a fence."""
     lines = [line.strip() for line in ptx.splitlines()]
     targets = {match[1]: number for number, line in enumerate(lines) if (match := LABEL.match(line))}
     found: set[int] = set()
@@ -59,7 +61,7 @@ def unfenced(ptx: str) -> list[int]:
 
 
 def _until_fence(lines: Sequence[str], begin: int, targets: Mapping[str, int], begun: list[int]) -> Iterator[int]:
-    """The lines from `begin` to the next fence or end; where branches lead goes to `begun`."""
+    """Yield the lines from `begin` up to the next fence or end of the program. Branch targets are added to `begun`."""
     for number in range(begin, len(lines)):
         line = lines[number]
         if FENCE.search(line) or END.match(line):

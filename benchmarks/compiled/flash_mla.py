@@ -1,4 +1,4 @@
-"""FlashMLA's own kernels for Hopper, out of the library that `python -m benchmarks.peers.sources` fetches."""
+"""FlashMLA's own Hopper kernels, from the library that `python -m benchmarks.peers.sources` fetches."""
 
 import subprocess
 import tempfile
@@ -10,7 +10,7 @@ from benchmarks.compiled import sass
 from benchmarks.peers import sources
 
 ARCH = "sm_90a"
-# Mangled names of the kernels that are read, what each computes, and ours for the same.
+# Part of a mangled kernel name -> (what the kernel computes, our kernel that computes the same).
 NAMES = {
     "decode5dense": ("dense decode", "mla_decode_dense"),
     "prefill10sparse_fwd": ("sparse prefill", "sparse_mla_prefill"),
@@ -19,19 +19,19 @@ NAMES = {
 
 
 class Theirs(NamedTuple):
-    """A kernel of FlashMLA's."""
+    """A kernel of FlashMLA and what it computes."""
 
     what: str
     kernel: sass.Kernel
 
 
 def library(folder: Path = sources.FOLDER) -> Path:
-    """The library, where it was put; it may not be there."""
+    """The path where the library belongs. The file may not exist."""
     return folder / "flash_mla" / "_C_legacy.abi3.so"
 
 
 def kernels(path: Path) -> Iterator[Theirs]:
-    """Its kernels for Hopper that have one of ours as counterpart, in order of names."""
+    """The Hopper kernels that have a counterpart of ours, sorted by what they compute and by name."""
     program = sass.tool("cuobjdump")
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "-arch", ARCH, "-xelf", "all", str(path.resolve())]
@@ -45,6 +45,6 @@ def kernels(path: Path) -> Iterator[Theirs]:
 
 
 def short(kernel: sass.Kernel) -> str:
-    """The template arguments by which its kernels differ."""
+    """The template arguments that tell its kernels apart."""
     name = kernel.name.rpartition("::")[2]
     return name.replace("(ModelType)", "model ")

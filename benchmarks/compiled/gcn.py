@@ -1,8 +1,8 @@
-"""What AMD's machine code says of a kernel: the instructions of its inner loops, and how long a turn of them takes.
+"""Reads AMD machine code: the instructions of a kernel's inner loops, and the time of an iteration.
 
-Read from the assembly that Triton keeps of a kernel (`compiled.asm["amdgcn"]`), on any machine. A wave is 64 threads on
-one of a compute unit's four SIMDs, which issues at most one instruction of it every four cycles; so instructions of
-vectors are as likely to bind a kernel as its matrix products. Where the rates come from, docs/amd.md says.
+The assembly is what Triton keeps of a compiled kernel (`compiled.asm["amdgcn"]`), so any machine will do. A wave is 64
+threads on one of a compute unit's four SIMDs. A SIMD issues at most one instruction of a wave every four cycles, so
+vector instructions limit a kernel as often as its matrix products do. docs/amd.md gives the sources of the rates.
 """
 
 import collections
@@ -13,12 +13,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from benchmarks.compiled.sass import natural_loops
 
 WAVE = 64  # threads
-SIMDS = 4  # of a compute unit
-ISSUE = 4  # cycles from one instruction of a wave to the next, and of one on 16 lanes for 64 threads
-QUARTER = 16  # cycles of an instruction at a quarter of the rate
-ADDRESSES = 2  # cycles of LDS for a wave's addresses, of 32 threads each
-LDS_LATENCY = 128.0  # cycles; not measured, nor is the next
-CACHED = 500.0  # cycles, of a word such as a page number, whose neighbours were read before
+SIMDS = 4  # per compute unit
+ISSUE = 4  # cycles between two instructions of a wave; also the cycles of one instruction for 64 threads on 16 lanes
+QUARTER = 16  # cycles of a quarter-rate instruction
+ADDRESSES = 2  # cycles of LDS for the addresses of a wave, 32 threads at a time
+LDS_LATENCY = 128.0  # in cycles; neither this latency nor the next one is measured
+CACHED = 500.0  # cycles for a small load, such as a page number, whose neighbours were read before
 
 LINE = re.compile(r"^\s+([a-z]\w*)\s*([^;]*)")
 LABEL = re.compile(r"^(\.?\w+):")
@@ -28,20 +28,20 @@ WIDTHS = {"dword": 4, "ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short":
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """A GPU with such code; rates of one compute unit in a cycle, or of one of its SIMDs where that is said."""
+    """An AMD GPU. Rates are per cycle and compute unit, unless the comment names a SIMD."""
 
     name: str
-    units: int  # compute units
-    clock: float  # cycles in a second, at most
-    memory: float  # bytes in a second, at most
-    lds: int  # bytes of a compute unit
-    lds_read: int  # bytes in a cycle
-    lds_written: int
-    exponential: int  # cycles of a wave on a SIMD
+    units: int  # number of compute units
+    clock: float  # most cycles per second
+    memory: float  # most bytes per second, of the whole GPU
+    lds: int  # bytes per compute unit
+    lds_read: int  # bytes per cycle
+    lds_written: int  # bytes per cycle
+    exponential: int  # cycles of an exponential for one wave, on a SIMD
 
     @property
     def share(self) -> float:
-        """The bytes of memory that a compute unit gets in a cycle if each gets its share."""
+        """A compute unit's equal share of the memory bandwidth, in bytes per cycle."""
         return self.memory / self.units / self.clock
 
 
@@ -49,12 +49,13 @@ CHIPS = {
     "gfx942": Chip("MI300X", 304, 2.1e9, 5.3e12, 64 * 1024, 128, 128, 16),
     "gfx950": Chip("MI355X", 256, 2.4e9, 8.0e12, 160 * 1024, 256, 128, 8),
 }
-VECTORS, GRANULE, WAVES = 512, 8, 8  # registers of a SIMD's lane, in pieces of so many; waves that it holds at most
+# vector registers per SIMD lane, the granule in which they are allocated, and the most waves per SIMD
+VECTORS, GRANULE, WAVES = 512, 8, 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """One of a kernel's, its name without the suffix that says how it is encoded, and where it stands."""
+    """An instruction of a kernel: its index, its name without the suffix for its encoding, and its operands."""
 
     place: int
     name: str
@@ -66,12 +67,12 @@ class Instruction:
 
     @property
     def width(self) -> int:
-        """The bytes that a thread gets or gives at a time."""
+        """The bytes that each thread loads or stores."""
         return width_of(self.name)
 
     @property
     def written(self) -> list[int]:
-        """The vector registers that a product writes; accumulation registers count from 256."""
+        """The vector registers that a product writes. Accumulation registers are numbered from 256."""
         return registers(self.operands.partition(",")[0])
 
     @property
@@ -88,7 +89,7 @@ def registers(text: str) -> list[int]:
 
 
 def kind_of(name: str, operands: str) -> str:
-    """What carries out an instruction, and for what."""
+    """The kind of an instruction: the unit that executes it, and the purpose."""
     if re.match(r"v_s?mfmac?_", name):
         return "matrix"
     if name.startswith("v_accvgpr"):
@@ -111,7 +112,7 @@ def kind_of(name: str, operands: str) -> str:
 
 
 def width_of(name: str) -> int:
-    """The bytes a thread of a load, a store or an access of LDS."""
+    """The bytes per thread of a load, a store or an LDS access."""
     if found := re.match(r"ds_(?:read|write)(2?)(?:st64)?_(?:[bui])(\d+)", name):
         return int(found[2]) // 8 * (2 if found[1] else 1)
     if found := re.search(r"_dwordx(\d)", name):
@@ -120,7 +121,7 @@ def width_of(name: str) -> int:
 
 
 def instructions_of(text: str) -> tuple[list[Instruction], dict[str, int]]:
-    """The instructions of a kernel, and at which place each label stands."""
+    """The instructions of a kernel, and the index of the instruction at each label."""
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     for line in text.splitlines():
@@ -143,7 +144,7 @@ def metadata(text: str, name: str) -> int:
 
 
 def multiplying_loops(text: str) -> list[list[Instruction]]:
-    """The innermost loops of matrix products of a kernel, in order of addresses."""
+    """The innermost loops with matrix products, ordered by address."""
     code, labels = instructions_of(text)
     blocks = _blocks(code, labels)
     loops = natural_loops({start: leads for start, (_, leads) in blocks.items()})
@@ -154,7 +155,7 @@ def multiplying_loops(text: str) -> list[list[Instruction]]:
 
 
 def _blocks(code: Sequence[Instruction], labels: Mapping[str, int]) -> dict[int, tuple[list[Instruction], list[int]]]:
-    """Stretches without a branch inside, by their first place: their instructions and where they lead."""
+    """The basic blocks by their first index, each with its instructions and the indices of its successors."""
     leaving = ("s_branch", "s_cbranch", "s_endpgm", "s_setpc")
     starts = {0, *(place for place in labels.values() if place < len(code))}
     starts |= {line.place + 1 for line in code[:-1] if line.name.startswith(leaving)}
@@ -171,11 +172,11 @@ def _blocks(code: Sequence[Instruction], labels: Mapping[str, int]) -> dict[int,
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Instructions of a loop by kind; products by shape; accesses of memories by bytes a thread."""
+    """The instructions of a loop by kind, its products by shape, and its memory accesses by bytes per thread."""
 
     kinds: Mapping[str, int]
     products: Mapping[str, int]
-    widths: Mapping[str, Mapping[int, int]]  # by kind: how often so many bytes
+    widths: Mapping[str, Mapping[int, int]]  # kind -> bytes per thread -> number of accesses
 
     def __getitem__(self, kind: str) -> int:
         return self.kinds.get(kind, 0)
@@ -198,7 +199,7 @@ def count(lines: Iterable[Instruction]) -> Counts:
 
 
 def matrix_cycles(name: str) -> int:
-    """Cycles of a SIMD's matrix unit: as many for the wider forms of gfx950, which multiply twice as much."""
+    """The cycles of a SIMD's matrix unit. The wider gfx950 forms take the same time for twice the work."""
     found = re.search(r"_(\d+)x\d+x(\d+)", name)
     if found is None:
         raise ValueError(f"expected a product with its shape in its name, got {name}")
@@ -207,7 +208,7 @@ def matrix_cycles(name: str) -> int:
 
 
 def vector_cycles(line: Instruction, chip: Chip) -> int:
-    """Cycles of a SIMD for one that is carried out lane by lane."""
+    """The cycles of a SIMD for a vector instruction."""
     if line.kind == "special":
         return chip.exponential
     slow = re.match(r"v_(?:mul_lo_u32|mul_hi_|mad_u64|mad_i64|cvt_(?!pk_|scale))", line.name)
@@ -215,14 +216,14 @@ def vector_cycles(line: Instruction, chip: Chip) -> int:
 
 
 def lds_cycles(line: Instruction, chip: Chip) -> float:
-    """Cycles of LDS for a wave; what is narrower than a bank takes as long as a bank's width."""
+    """The cycles of LDS for one wave. An access narrower than a bank takes as long as one of a bank's width."""
     rate = chip.lds_written if line.kind in ("write", "direct") else chip.lds_read
     return ADDRESSES + WAVE * max(line.width, 4) / rate
 
 
 def busy(lines: Sequence[Instruction], num_warps: int, chip: Chip) -> dict[str, float]:
-    """Cycles that a turn of a program keeps what is busiest of each kind of unit busy; waiting is in none."""
-    waves = -(-num_warps // SIMDS)  # on one SIMD
+    """The cycles per iteration for which a program keeps the busiest unit of each kind busy, without any waits."""
+    waves = -(-num_warps // SIMDS)  # waves on one SIMD
     found: dict[str, float] = dict.fromkeys(("matrices", "vectors", "LDS"), 0.0)
     for line in lines:
         if line.kind == "matrix":
@@ -235,7 +236,7 @@ def busy(lines: Sequence[Instruction], num_warps: int, chip: Chip) -> dict[str, 
 
 
 def copied(lines: Iterable[Instruction], num_warps: int) -> int:
-    """The bytes of keys and values that a program asks of memory in a turn; words are addresses, slots and scales."""
+    """The bytes of keys and values that a program loads per iteration. Narrow loads are addresses, slots and scales."""
     return sum(line.width * WAVE * num_warps for line in lines if is_key(line))
 
 
@@ -244,7 +245,7 @@ def is_key(line: Instruction) -> bool:
 
 
 def programs_at_once(vectors: int, shared: int, num_warps: int, chip: Chip) -> int:
-    """Programs of so many registers a thread and bytes of LDS that a compute unit holds; 0 where none fits."""
+    """The programs with these vector registers per thread and bytes of LDS that fit a compute unit. It may be 0."""
     waves = min(VECTORS // max(-(-vectors // GRANULE) * GRANULE, GRANULE), WAVES)
     by_registers = waves * SIMDS // num_warps
     return min(by_registers, chip.lds // shared) if shared else by_registers
@@ -255,26 +256,26 @@ def programs_at_once(vectors: int, shared: int, num_warps: int, chip: Chip) -> i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a loop, of one program that has a compute unit to itself."""
+    """One iteration of a loop, for a program that has a compute unit to itself."""
 
     cycles: float
-    least_wait: int | None  # loads and stores that the strictest wait for memory leaves under way
-    lead: float  # cycles that keys are asked for before they are waited for: the latency that costs nothing
-    in_flight: int  # bytes of keys that a program has under way at most
+    least_wait: int | None  # loads and stores that the strictest wait for memory leaves in flight
+    lead: float  # fewest cycles between the request for keys and the wait for them: the latency that is hidden
+    in_flight: int  # most bytes of keys in flight
 
 
-WARM_UP, MEASURED = 2, 4  # turns
+WARM_UP, MEASURED = 2, 4  # iterations
 
 
 class Wave:
-    """A wave that issues its instructions in order, beside the others of its program, all in step."""
+    """A wave that issues its instructions in order, in step with the other waves of its program."""
 
     def __init__(self, num_warps: int, chip: Chip, latency: float) -> None:
         self.num_warps, self.chip, self.latency = num_warps, chip, latency
         self.waves = -(-num_warps // SIMDS)
         self.now = self.matrix_free = self.lds_free = 0.0
-        self.ready: dict[int, float] = {}  # when a product's registers can be read
-        self.memory: list[tuple[float, float, int]] = []  # when asked for, when there, bytes of keys
+        self.ready: dict[int, float] = {}  # vector register -> time when it can be read
+        self.memory: list[tuple[float, float, int]] = []  # (time of the request, time of arrival, bytes of keys)
         self.local: list[float] = []
         self.least: int | None = None
         self.leads: list[tuple[float, int]] = []
@@ -305,7 +306,7 @@ class Wave:
             self.now += ISSUE
 
     def multiply(self, line: Instruction) -> None:
-        """The next product may begin when the matrix unit is free, and what is read of others is there."""
+        """Issue a product once the matrix unit is free and the registers that it reads are ready."""
         start = max([self.now, self.matrix_free, *(self.ready.get(one, 0.0) for one in line.read)])
         self.matrix_free = start + matrix_cycles(line.name) * self.waves
         self.ready |= dict.fromkeys(line.written, self.matrix_free)
@@ -329,7 +330,7 @@ class Wave:
 
 
 def turn(lines: Sequence[Instruction], num_warps: int, chip: Chip, latency: float) -> Turn:
-    """A turn of a loop once its turns take the same time, at a latency of memory in cycles."""
+    """The steady state of an iteration, at a latency of memory in cycles."""
     wave = Wave(num_warps, chip, latency)
     start = 0.0
     for number in range(WARM_UP + MEASURED):

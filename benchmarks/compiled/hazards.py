@@ -1,8 +1,8 @@
-"""What must not stand in the machine code of a kernel for Hopper, whatever it costs: three readings of a listing.
+"""Hazards that must not occur in the machine code of a Hopper kernel, found in three ways in a listing.
 
-Emulation runs a kernel's source. What the compiler may still do wrong, or slow, shows in its output alone: registers
-that a product under way reads or writes and that something else touches meanwhile; products that are not ordered
-behind what was written to their operands; loads that wait for each other where they could be under way together.
+Emulation runs the source of a kernel. Errors and delays that the compiler adds are visible only in its output:
+registers of a product in flight that another instruction touches; products that are not ordered after the writes to
+their operands; loads that wait for each other although they could be in flight together.
 """
 
 import re
@@ -12,20 +12,21 @@ from benchmarks.compiled import sass
 from benchmarks.compiled.sass import Instruction
 from benchmarks.compiled.scoreboard import control_of
 
-WARPGROUP = 128  # threads that share a product
-EXPOSED = 200  # issue cycles after which a load counts as hidden: about the latency of L2, less what other warps issue
-HARMLESS = ("R2UR",)  # reads what descriptors are made from; its operands never are accumulators
+WARPGROUP = 128  # threads that compute a product together
+# issue cycles after which a load counts as hidden: about the latency of L2, less the instructions of other warps
+EXPOSED = 200
+HARMLESS = ("R2UR",)  # reads the inputs of descriptors; its operands are never accumulators
 
 
 def found(code: Sequence[Instruction], most_serial: int = 0) -> list[str]:
-    """What is wrong with a kernel, one line each; so many loads of a turn may wait for the one before."""
+    """The hazards of a kernel, one line each. `most_serial` loads of an iteration may wait for an earlier one."""
     loads = max((serial_loads(loop) for loop in sass.working_loops(code)), default=0)
-    wrong = [f"{line.name} at {line.address:#x} touches registers of a product under way" for line in touching(code)]
+    wrong = [f"{line.name} at {line.address:#x} touches registers of a product in flight" for line in touching(code)]
     wrong += [
-        f"{line.name} at {line.address:#x} is not ordered behind writes to shared memory" for line in unordered(code)
+        f"{line.name} at {line.address:#x} is not ordered after writes to shared memory" for line in unordered(code)
     ]
     if loads > most_serial:
-        wrong.append(f"{loads} loads of a turn wait for the one before, which should be under way together")
+        wrong.append(f"{loads} loads of an iteration wait for the previous one, but should be in flight together")
     return wrong
 
 
@@ -33,9 +34,9 @@ def found(code: Sequence[Instruction], most_serial: int = 0) -> list[str]:
 
 
 def touching(code: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Instructions between a product and the wait for it that read or write its registers, in order of addresses.
+    """The instructions that touch a product's registers between the product and its wait, ordered by address.
 
-    Branches are not followed: a product is waited for in the stretch of code that begins it.
+    Branches are not followed, since a product is waited for in the stretch of code that starts it.
     """
     groups: list[set[int]] = []
     begun: set[int] = set()
@@ -59,7 +60,7 @@ def touching(code: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def _of_product(line: Instruction) -> set[int]:
-    """The accumulator of an HGMMA, and its left operand where that is in registers."""
+    """The registers of an HGMMA: its accumulator, and its left operand if that is in registers."""
     m, n, _ = map(int, line.name.split(".")[1].split("x"))
     first, second = (part.strip() for part in line.operands.split(",")[:2])
     used = _run(first, m * n // WARPGROUP)
@@ -72,7 +73,7 @@ def _run(register: str, count: int) -> set[int]:
 
 
 def registers_of(line: Instruction) -> set[int]:
-    """The general registers that an instruction reads or writes, as far as names and modifiers say."""
+    """The general registers that an instruction reads or writes, as far as its name and modifiers tell."""
     used: set[int] = set()
     for position, part in enumerate(line.operands.split(",")):
         for match in re.finditer(r"(?<![\w])R(\d+)(\.64)?", part):
@@ -86,7 +87,7 @@ def registers_of(line: Instruction) -> set[int]:
 
 
 def unordered(code: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The first product of each group that no WARPGROUP.ARRIVE precedes since the group before."""
+    """The first product of each group without a WARPGROUP.ARRIVE since the previous group."""
     arrived = False
     for line in code:
         if line.name == "WARPGROUP.ARRIVE":
@@ -94,7 +95,7 @@ def unordered(code: Sequence[Instruction]) -> Iterator[Instruction]:
         elif line.name.startswith("HGMMA"):
             if not arrived:
                 yield line
-            arrived = "gsb0" not in line.operands  # which closes the group
+            arrived = "gsb0" not in line.operands  # gsb0 closes the group
         elif line.name.startswith(("EXIT", "RET")):
             arrived = False
 
@@ -103,12 +104,12 @@ def unordered(code: Sequence[Instruction]) -> Iterator[Instruction]:
 
 
 def serial_loads(loop: Sequence[Instruction]) -> int:
-    """Loads from global memory in a turn of a loop that are issued only after something has waited for an earlier one.
+    """The number of global loads of an iteration that are issued only after a wait for an earlier load.
 
-    A load that was issued long before, in instructions or in the turn before, costs its waiter nothing; nor does one
-    behind which a producer first waits for its readers, as it does wherever it is ahead of them.
+    A wait costs nothing if the load was issued long before it: many issue cycles earlier, or in the previous iteration.
+    Nor does it cost anything after a wait of the producer for its readers, since then the producer is ahead of them.
     """
-    issued: dict[int, int] = {}  # barriers that loads of this turn will set, and when they were issued
+    issued: dict[int, int] = {}  # barrier -> issue time of the load of this iteration that will set it
     now = serial = 0
     waited = False
     for line in loop:

@@ -1,6 +1,6 @@
-"""What compiled code for NVIDIA says of its kernels: registers, memory, instructions, and those of the inner loops.
+"""Reads NVIDIA machine code: the registers, memory and instructions of kernels and of their inner loops.
 
-Read from the machine code by the disassembler that comes with triton (or that on PATH), on any machine.
+The disassembler is the one that comes with Triton, or else the one on PATH. No GPU is needed.
 """
 
 import collections
@@ -13,8 +13,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-# Instructions that tell what a kernel does; a count each. Products are counted by shape beside this, global loads by
-# width.
+# Patterns of the instructions that are counted by kind. Products are also counted by shape, and global loads by width.
 KINDS = {
     "HGMMA": r"[HQ]GMMA\.",  # QGMMA multiplies 8-bit floats
     "HMMA": r"[HIDQO]MMA\.",
@@ -35,41 +34,42 @@ KINDS = {
     "mbarrier": r"SYNCS\.PHASECHK",
     "barrier": r"BAR\.(?:SYNC|ARV)",
 }
-MATRIX = {"HGMMA": "wgmma", "HMMA": "mma", "UTCMMA": "tcgen05"}  # those that are matrix products, and PTX's names
-# An instruction, and behind it the two words of its code, where the listing has them.
+# the kinds that are matrix products, with their names in PTX
+MATRIX = {"HGMMA": "wgmma", "HMMA": "mma", "UTCMMA": "tcgen05"}
+# An instruction, followed by the two words of its encoding if the listing has them.
 LINE = re.compile(
     r"^\s+/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)([^;]*);"
     r"(?:\s*/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/)?",
     re.MULTILINE,
 )
-CONTROL = 41  # the bit of the second word from which on it says when the instruction is issued
+CONTROL = 41  # the first bit of the second word that controls when the instruction is issued
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One of a kernel's: its address, its name with modifiers, its operands, and whether it is always carried out."""
+    """An instruction of a kernel: its address, name with modifiers, operands, and whether it is predicated."""
 
     address: int
     name: str
     operands: str
     predicated: bool
-    control: int | None = None  # the bits that say when it is issued, where the listing has them (`scoreboard.py`)
+    control: int | None = None  # the bits that control its issue (see `scoreboard.py`), if the listing has them
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes."""
+        """The address to which a branch leads. None for other instructions."""
         found = re.search(r"0x([0-9a-f]+)\s*$", self.operands) if self.name.startswith("BRA") else None
         return int(found[1], 16) if found else None
 
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Instructions of some stretch of code: all of them, the matrix products by shape, the others by kind."""
+    """The instructions of a piece of code: their number, the matrix products by shape, and the rest by kind."""
 
     instructions: int
     products: tuple[tuple[str, int], ...]
     kinds: Mapping[str, int]
-    loads: tuple[tuple[int, int], ...] = ()  # from global memory: bytes a thread gets at a time, and how often
+    loads: tuple[tuple[int, int], ...] = ()  # (bytes per thread of a global load, number of such loads)
 
     def __getitem__(self, kind: str) -> int:
         return self.kinds.get(kind, 0)
@@ -77,17 +77,17 @@ class Counts:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What is known of one kernel of a library."""
+    """A kernel of a library, as the listings show it."""
 
     symbol: str
-    type: str  # C++'s name of the body, such as `Combine<cutlass::half_t>`
+    type: str  # C++ name of the body, such as `Combine<cutlass::half_t>`
     registers: int
     stack: int
     local: int
     static_shared: int
-    set_registers: tuple[int, ...]  # what warpgroups ask for at run time
+    set_registers: tuple[int, ...]  # the numbers of registers that warpgroups request at run time
     counts: Counts
-    loops: tuple[Counts, ...]  # those in which the work is done
+    loops: tuple[Counts, ...]  # the loops that do the work
     code: tuple[Instruction, ...] = ()
 
     @property
@@ -96,7 +96,7 @@ class Kernel:
 
 
 def tool(name: str) -> str:
-    """cuobjdump, from triton or PATH."""
+    """The path of a tool such as cuobjdump, from Triton or PATH."""
     found = importlib.util.find_spec("triton")
     folders = (
         [str(Path(folder, "backends/nvidia/bin")) for folder in (found.submodule_search_locations or ())]
@@ -110,19 +110,19 @@ def tool(name: str) -> str:
 
 
 def read(library: Path) -> list[Kernel]:
-    """The kernels of a library, by name."""
+    """The kernels of a library, sorted by name."""
     return kernels_of(listing("-sass", library), listing("-res-usage", library))
 
 
 def listing(flag: str, path: Path) -> str:
-    """What cuobjdump says of a file: `-sass`, its machine code, or `-res-usage`, what that needs."""
+    """The listing that cuobjdump makes of a file: machine code for `-sass`, resources for `-res-usage`."""
     program = tool("cuobjdump")
-    environ = {"PATH": f"{Path(program).parent}:/usr/bin:/bin"}  # where cuobjdump looks for nvdisasm
+    environ = {"PATH": f"{Path(program).parent}:/usr/bin:/bin"}  # cuobjdump looks for nvdisasm there
     return subprocess.run([program, flag, path], capture_output=True, text=True, check=True, env=environ).stdout
 
 
 def kernels_of(sass: str, usage: str) -> list[Kernel]:
-    """The kernels in cuobjdump's listings of machine code and of resources."""
+    """The kernels in cuobjdump's listings of machine code and resources."""
     resources = {
         symbol: {name: int(value) for name, value in re.findall(r"\b([A-Z]+):(\d+)", text)}
         for symbol, text in re.findall(r"Function (\S+):\n(.*)", usage)
@@ -146,8 +146,10 @@ def kernels_of(sass: str, usage: str) -> list[Kernel]:
 
 
 def instructions_of(body: str) -> list[Instruction]:
-    """The instructions of a listing; what some disassemblers add of how one is scheduled, ` &req={2} ?trans1`, is not
-    among its operands."""
+    """The instructions of a listing.
+
+    Some disassemblers add scheduling information, such as ` &req={2} ?trans1`. It is dropped from the operands.
+    """
     return [
         Instruction(
             int(match[1], 16),
@@ -176,7 +178,7 @@ def body_type(signature: str) -> str:
 
 
 def count(code: Sequence[Instruction]) -> Counts:
-    """What there is in a stretch of code."""
+    """The counts of a piece of code."""
     names = collections.Counter(line.name for line in code)
     products: collections.Counter[str] = collections.Counter()
     for name, number in names.items():
@@ -188,18 +190,18 @@ def count(code: Sequence[Instruction]) -> Counts:
     }
     loads: collections.Counter[int] = collections.Counter()
     for name, number in names.items():
-        # Words that are loaded beside copies to shared memory are no elements: page numbers and slots, also for masks.
+        # Words loaded beside copies to shared memory are no elements, but page numbers and slots (also for masks).
         lookup = kinds["LDGSTS"] and name.startswith("LDG.") and load_width(name) == 4
         if re.match(r"LDG(?:STS)?\b", name) and not lookup:
             loads[load_width(name)] += number
-    # What stands behind the end of a kernel only fills its last line of instructions.
+    # NOPs after the end of a kernel only fill its last cache line of instructions.
     real = len(code) - names["NOP"]
     by_shape = tuple(sorted(products.items(), key=lambda item: item[0], reverse=True))
     return Counts(real, by_shape, kinds, tuple(sorted(loads.items(), reverse=True)))
 
 
 def load_width(name: str) -> int:
-    """Bytes that a load gets a thread: 4 where its modifiers say nothing."""
+    """The bytes per thread of a load. They are 4 if no modifier gives a width."""
     modifiers = name.split(".")[1:]
     bits = next((word for word in modifiers if re.fullmatch(r"64|128|256|[US](?:8|16)", word)), "32")
     return int(bits.strip("US")) // 8
@@ -207,22 +209,23 @@ def load_width(name: str) -> int:
 
 # ---- costs
 
-# What a multiprocessor of Hopper does in a cycle.
-PRODUCTS = 2048  # multiplications with additions of 16-bit matrices by HGMMA
-WARPGROUPWISE = {"HGMMA": 2, "QGMMA": 1}  # bytes of an element; those of one byte are multiplied twice as fast
-WARPWISE = 0.63  # of that, what HMMA reaches; not from a datasheet, but from what kernels without HGMMA get at best
+# The rates of a Hopper multiprocessor per cycle.
+PRODUCTS = 2048  # 16-bit multiply-adds by HGMMA
+WARPGROUPWISE = {"HGMMA": 2, "QGMMA": 1}  # bytes per element; products of 1-byte elements are twice as fast
+# the fraction of that rate which HMMA reaches; not from a datasheet, but the best of kernels without HGMMA
+WARPWISE = 0.63
 HMMA_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
-SHARED = 128  # bytes to or from shared memory
-ISSUED = 4  # instructions of a warp
-SPECIAL = 16  # exponentials and the like
-# What the unit for those does; NVIDIA's assembler keeps single conversions 8 cycles apart in a warp, as exponentials.
+SHARED = 128  # bytes read from or written to shared memory
+ISSUED = 4  # warp instructions
+SPECIAL = 16  # exponentials and similar functions
+# Instructions of that unit. NVIDIA's assembler keeps single conversions of a warp 8 cycles apart, like exponentials.
 SPECIALS = ("MUFU", "F2F", "F2I", "I2F")
 
 
 def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
-    """How long a multiprocessor of Hopper is busy with instructions that so many warps carry out, by what is busy.
+    """The cycles for which `num_warps` warps with these instructions keep each unit of a Hopper multiprocessor busy.
 
-    Whichever is longest bounds the code from below; waiting is in none.
+    The largest is a lower bound for the code. Waits are not included.
     """
     products, read, special = 0.0, 0, 0
     for line in lines:
@@ -254,12 +257,12 @@ def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
 
 
 def working_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops that compute products or fill shared memory in step with others, in order of addresses."""
+    """The innermost loops that compute products or fill shared memory in step with others, ordered by address."""
     return _innermost(code, _works)
 
 
 def multiplying_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops of matrix products, in order of addresses; of plain ones in a kernel without any."""
+    """The innermost loops with matrix products, or with scalar ones if the kernel has no others, ordered by address."""
     matrices = any(count(code)[kind] for kind in MATRIX)
     return _innermost(code, _multiplies_matrices if matrices else _multiplies)
 
@@ -278,7 +281,10 @@ def _innermost(code: Sequence[Instruction], works: Callable[[Counts], object]) -
 
 
 def _works(counts: Counts) -> bool:
-    """Whether this does the kernel's main work; what nobody waits for happens once, before or after it."""
+    """Whether a loop does the kernel's main work.
+
+    Work that no barrier waits for happens once, before or after the loop.
+    """
     copies = counts["UTMALDG"] or counts["LDGSTS"] or counts["UBLKCP"] or (counts["LDG"] and counts["STS"])
     return bool(counts["mbarrier"] and (counts["HGMMA"] or counts["HMMA"] or copies))
 
@@ -288,12 +294,12 @@ def _multiplies_matrices(counts: Counts) -> bool:
 
 
 def _multiplies(counts: Counts) -> bool:
-    """Whether this is made of products of single numbers, beside which other loops have a few."""
+    """Whether the loop consists mainly of scalar products. Other loops have a few of them too."""
     return 4 * counts["FFMA"] > counts.instructions
 
 
 def _blocks(code: Sequence[Instruction]) -> dict[int, tuple[list[Instruction], list[int]]]:
-    """Stretches without a branch inside, by their first address: their instructions and where they lead."""
+    """The basic blocks by their first address, each with its instructions and the addresses of its successors."""
     if not code:
         return {}
     targets = {line.target for line in code}
@@ -314,12 +320,12 @@ def _blocks(code: Sequence[Instruction]) -> dict[int, tuple[list[Instruction], l
 
 
 def _conditional(line: Instruction) -> bool:
-    """Whether what follows can be reached past a branch: `@P0 BRA there`, `BRA P0, there`, `BRA.DIV UR4, there`."""
+    """Whether execution can continue past a branch: `@P0 BRA there`, `BRA P0, there`, `BRA.DIV UR4, there`."""
     return line.predicated or "," in line.operands
 
 
 def natural_loops(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
-    """The loops of a flow graph: a block that leads back to one that every way to it passes, and all between."""
+    """The natural loops of a flow graph: each back edge's dominating head, its source, and all blocks between them."""
     order = sorted(edges)
     before: dict[int, set[int]] = {block: set() for block in order}
     for block, leads in edges.items():

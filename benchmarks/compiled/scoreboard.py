@@ -1,14 +1,14 @@
-"""What a turn of a loop takes one program that has a multiprocessor to itself: instructions issued in order.
+"""The time of a loop iteration of one program that has a multiprocessor to itself, with instructions issued in order.
 
-`sass.cycles` says how long units are busy; waiting is in none of that. Yet the machine code says what waits for what.
-Each instruction of NVIDIA's carries bits that say how many cycles the next one stays behind, which of six barriers it
-sets when its result is there, which when its operands are read, and for which it waits. Copies to shared memory close
-groups (LDGDEPBAR) on such a barrier, and `DEPBAR.LE SB0, n` waits until no more than n groups are under way. So with
-latencies for what has no fixed one, a loop is issued here as a warp would issue it, all warps of the program in step,
-until its turns take the same time.
+`sass.cycles` says how long units are busy, but does not include waits. The machine code shows the waits: each NVIDIA
+instruction has control bits with the cycles until the next instruction may issue, the barrier (one of six) that its
+result sets, the barrier that is set once its operands are read, and the barriers that it waits for. Copies to shared
+memory form groups (LDGDEPBAR) on such a barrier, and `DEPBAR.LE SB0, n` waits until at most n groups are in flight. So,
+given latencies for instructions without a fixed one, this module issues a loop as a warp would, with all warps of the
+program in step, until every iteration takes the same time.
 
-The latencies are rounded from what others measured on Hopper, and memory's is whatever the caller says: under load it
-is 1000 to 1500 cycles, without any about 700. Results are good for ratios between loops, not for absolute times.
+The latencies are rounded from published measurements on Hopper. The caller gives the latency of memory: 1000 to 1500
+cycles under load, about 700 without. The results are good for ratios between loops, not for absolute times.
 """
 
 import dataclasses
@@ -19,30 +19,30 @@ from typing import NamedTuple
 from benchmarks.compiled import sass
 from benchmarks.compiled.sass import Instruction
 
-# Cycles from when the unit has taken an instruction until its result is there.
+# Latencies in cycles, from when the unit has accepted an instruction until its result is ready.
 SHARED_LATENCY = 26
 SPECIAL_LATENCY = 18
-MATRIX_LATENCY = 30  # of HGMMA; of HMMA it is in the bits
+MATRIX_LATENCY = 30  # of HGMMA; the latency of HMMA is in the control bits
 OTHER_LATENCY = 20
 READ_LATENCY = 10  # until operands are read
-BARRIER = 22  # all warps of a program
-L2_LATENCY = 300  # of page numbers, slots and lengths
-INDEX = {"LDGSTS": 4, "LDG": 8, "LD": 8}  # bytes a thread up to which a load is taken to be of those
-WARM_UP, MEASURED = 8, 8  # turns
+BARRIER = 22  # of a barrier for all warps of a program
+L2_LATENCY = 300  # of loads of page numbers, slots and lengths
+INDEX = {"LDGSTS": 4, "LDG": 8, "LD": 8}  # the most bytes per thread of a load that counts as such an index load
+WARM_UP, MEASURED = 8, 8  # iterations
 NO_BARRIER = 7
 
 
 class Control(NamedTuple):
-    """When an instruction is issued and what it sets."""
+    """The decoded control bits of an instruction."""
 
-    stall: int  # cycles until the next may be issued
-    sets: int | None  # the barrier that its result sets
-    reads: int | None  # the barrier that is set when its operands are read
-    waits: tuple[int, ...]  # barriers that must be set
+    stall: int  # cycles until the next instruction may be issued
+    sets: int | None  # the barrier that is set when the result is ready
+    reads: int | None  # the barrier that is set when the operands are read
+    waits: tuple[int, ...]  # the barriers that the instruction waits for
 
 
 def control_of(bits: int) -> Control:
-    """The 21 bits of `Instruction.control`."""
+    """The decoded form of the 21 bits in `Instruction.control`."""
     sets, reads, waits = bits >> 5 & 7, bits >> 8 & 7, bits >> 11 & 63
     return Control(
         max(bits & 15, 1),
@@ -54,35 +54,35 @@ def control_of(bits: int) -> Control:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn of a loop: cycles, what of memory is under way at most before something waits for it, and what waits."""
+    """One iteration of a loop: its cycles, the most bytes in flight at a wait for memory, and its strictest wait."""
 
     cycles: float
     in_flight: int  # bytes
-    least_wait: int | None  # groups of copies that the strictest wait leaves under way; None: there are no groups
+    least_wait: int | None  # copy groups that the strictest wait leaves in flight; None if there are no groups
 
 
 @dataclasses.dataclass
 class _Pending:
-    """What will set a barrier, and the bytes that come with it."""
+    """An operation that will set a barrier: when it is done, and the bytes that it loads."""
 
     done: float
     size: int = 0
 
 
 class Program:
-    """The state of one program's warps, in step."""
+    """The state of one program's warps, which run in step."""
 
     def __init__(self, num_warps: int, memory: float) -> None:
         self.num_warps, self.memory = num_warps, memory
         self.now = 0.0
-        self.free: dict[str, float] = {}  # when units have taken what they were given
+        self.free: dict[str, float] = {}  # unit -> time when it has accepted all instructions given to it
         self.barriers: list[list[_Pending]] = [[] for _ in range(6)]
-        self.copies = _Pending(0.0)  # of the group that is not closed yet
-        self.products: list[float] = []  # when the groups of HGMMAs are done
+        self.copies = _Pending(0.0)  # the group that is not closed yet
+        self.products: list[float] = []  # the times when groups of HGMMAs are done
         self.in_flight, self.least_wait = 0, None
 
     def issue(self, line: Instruction, control: Control, unit: str, busy: float, latency: float) -> None:
-        """Wait for what the instruction waits for, give it to its unit, and go on."""
+        """Wait as the instruction requires, give it to its unit, and advance the time."""
         for index in control.waits:
             self._wait(index)
         kind = line.name.partition(".")[0]
@@ -110,12 +110,12 @@ class Program:
             self.barriers[control.reads].append(_Pending(start + busy + READ_LATENCY))
         if kind in sass.WARPGROUPWISE and "gsb0" in line.operands:
             self.products.append(done)
-        # What a unit is asked for while it is busy waits in its queue; of matrices and barriers nothing is queued.
+        # A busy unit queues further instructions, except products and barriers.
         held = start if unit in ("products", "barrier") else self.now
         self.now = max(held + max(control.stall, self.num_warps / 4), done if unit == "barrier" else 0)
 
     def _wait(self, index: int, left: int = 0) -> None:
-        """Until no more than `left` of what sets a barrier is under way."""
+        """Wait until at most `left` operations of a barrier are in flight."""
         pending = self.barriers[index]
         number = max(len(pending) - left, 0)
         if any(one.size for one in pending[:number]):
@@ -125,7 +125,7 @@ class Program:
         del pending[:number]
 
     def _wait_for_groups(self, line: Instruction) -> None:
-        """DEPBAR for copies, WARPGROUP.DEPBAR for HGMMAs."""
+        """Wait for groups of copies (DEPBAR) or of HGMMAs (WARPGROUP.DEPBAR)."""
         if copies := re.match(r"SB(\d), (0x[0-9a-f]+)", line.operands):
             left = int(copies[2], 16)
             self.least_wait = left if self.least_wait is None else min(self.least_wait, left)
@@ -137,15 +137,15 @@ class Program:
 
 
 def keys_of(line: Instruction) -> int:
-    """Bytes of keys and values that a load asks of memory for a warp."""
+    """The bytes of keys and values that a load fetches for a warp. It is 0 for loads of indices."""
     width = sass.load_width(line.name)
     return 32 * width if width > INDEX.get(line.name.partition(".")[0], width) else 0
 
 
 def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
-    """The unit that an instruction of every warp keeps busy, for how many cycles, and its result's latency after that.
+    """The unit that an instruction of all warps occupies, the cycles for which it does, and the latency after that.
 
-    No unit: what has its own place in the pipeline, whose latency the bits of the instructions say.
+    The unit is "" for an instruction with its own place in the pipeline, whose latency is in its control bits.
     """
     kind, *modifiers = line.name.split(".")
     busy = sass.cycles([line], num_warps)
@@ -165,7 +165,7 @@ def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
 
 
 def turn(lines: Sequence[Instruction], num_warps: int, memory: float) -> Turn:
-    """A turn of a loop once its turns take the same time, at a latency of memory in cycles."""
+    """The steady state of an iteration, at a latency of memory in cycles."""
     program = Program(num_warps, memory)
     steps = [(line, control_of(line.control or 0), *use(line, num_warps)) for line in lines]
     times = []
@@ -179,5 +179,5 @@ def turn(lines: Sequence[Instruction], num_warps: int, memory: float) -> Turn:
 
 
 def copied(lines: Sequence[Instruction], num_warps: int) -> int:
-    """The bytes of keys and values that a program asks of memory in a turn."""
+    """The bytes of keys and values that a program loads per iteration."""
     return sum(map(keys_of, lines)) * num_warps

@@ -1,7 +1,7 @@
-"""What a kernel compiles from, as text that stays the same where only comments, layout or names of modules change.
+"""The code and constants that a kernel compiles from, as text without comments, layout or module names.
 
-Triton's own `cache_key` covers the same functions and constants, but also line numbers and comments, so it changes
-with every line that is added to a file.
+Triton's own `cache_key` covers the same functions and constants, but also line numbers and comments, so it changes with
+every line that is added to a file.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def text_of(kernel: Any) -> str:
-    """The source of a Triton kernel and of every Triton function that it calls, and the constants that they read."""
+    """The source of a Triton kernel and of every Triton function that it calls, with the constants that they read."""
     functions = functions_of(kernel)
     constants = {
         f"{function.__name__}: {name} = {said}"
@@ -26,16 +26,16 @@ def text_of(kernel: Any) -> str:
 
 
 def functions_of(kernel: Any) -> list[Any]:
-    """The kernel and every Triton function that it calls at any depth, in order of first use; Triton's own apart."""
+    """The kernel and the functions that it calls, even indirectly, in order of first use, except Triton's own."""
     found = [kernel]
-    for function in found:  # which grows meanwhile
+    for function in found:  # the list grows during the loop
         called = [value for _, value in _read(function) if hasattr(value, "cache_key")]
         found += [value for value in dict.fromkeys(called) if value not in found and not _of_triton(value)]
     return found
 
 
 def _read(function: Any) -> Iterator[tuple[str, Any]]:
-    """The global names that a function mentions, `module.name` too, with what they stand for."""
+    """The global names that a function mentions, including `module.name`, with their values."""
     scope = function.__globals__ | inspect.getclosurevars(function.fn).nonlocals
     for node in ast.walk(function.parse()):
         if isinstance(node, ast.Name | ast.Attribute):
@@ -58,7 +58,7 @@ def _source(function: Any) -> str:
 def _constant(value: Any) -> str | None:
     if isinstance(value, type):
         return None if _of_triton(value) else str(getattr(value, "__annotations__", ""))
-    value = getattr(value, "value", value)  # of a constexpr
+    value = getattr(value, "value", value)  # the value of a constexpr
     return repr(value) if isinstance(value, int | float | str | tuple) else None
 
 

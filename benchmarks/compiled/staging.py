@@ -1,8 +1,8 @@
-"""What Triton's own intermediate form says of how a loop loads keys: into how many buffers, and what it waits for.
+"""The buffers and waits with which a loop loads keys, read from Triton's GPU IR (TTGIR).
 
-`ttg.local_alloc : () -> memdesc<2x64x128xbf16>` is room for two blocks of 64 rows of 128 columns, and
-`ttg.async_wait {num = 3}` waits until no more than three groups of copies are under way. Machine code has the waits
-too, but no longer says what its shared memory is for.
+`ttg.local_alloc : () -> memdesc<2x64x128xbf16>` allocates two blocks of 64 rows and 128 columns, and `ttg.async_wait
+{num = 3}` waits until at most three groups of copies are in flight. Machine code has the waits too, but no longer shows
+what its shared memory is used for.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ PRODUCT = re.compile(r"\b(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma)\b(?!
 LOOP = re.compile(r"\bscf\.(?:for|while)\b")
 BUFFER = re.compile(r"(%[\w.]+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<([\dx]+)x(\w+), [^>]*mutable>")
 VIEW = re.compile(r"(%[\w.]+) = ttg\.memdesc_\w+ (%[\w.]+)")
-SMALLEST = 1024  # bytes of a block; smaller ones hold page numbers, slots and scales
+SMALLEST = 1024  # the least bytes of a block of keys or values; smaller buffers hold page numbers, slots and scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """Room for `stages` blocks of `shape`."""
+    """A buffer in shared memory for `stages` blocks of `shape`."""
 
     stages: int
     shape: tuple[int, ...]
@@ -36,20 +36,20 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Staging:
-    """One innermost loop of products."""
+    """The buffers and waits of one innermost loop with products."""
 
-    buffers: tuple[Buffer, ...]  # of keys and values
-    waits: tuple[int, ...]  # groups of copies that waits inside leave under way
-    settled: tuple[int, ...]  # products of wgmma that waits inside leave under way
+    buffers: tuple[Buffer, ...]  # buffers of keys and values
+    waits: tuple[int, ...]  # copy groups that each wait in the loop leaves in flight
+    settled: tuple[int, ...]  # wgmma products that each wait in the loop leaves in flight
 
     @property
     def stages(self) -> int | None:
-        """The blocks that there is room for, of the operand that has least; None: nothing is copied to buffers."""
+        """The fewest blocks that any operand's buffer holds. None if nothing is copied to buffers."""
         return min((buffer.stages for buffer in self.buffers), default=None)
 
 
 def read(ttgir: str) -> list[Staging]:
-    """The innermost loops of products of a kernel, in order."""
+    """The innermost loops with products of a kernel, in order."""
     return [
         Staging(
             _buffers(ttgir[:start], ttgir[start:end]),
@@ -61,7 +61,7 @@ def read(ttgir: str) -> list[Staging]:
 
 
 def _buffers(before: str, body: str) -> tuple[Buffer, ...]:
-    """Those among what is visible before a loop that it uses; where there is one stage, as a view made before it."""
+    """The buffers defined before a loop and used in it, directly or, with one stage, through a view made before it."""
     depth = _indentation(body.splitlines()[0])
     held: dict[str, tuple[str, Buffer]] = {}
     for line in before.splitlines():
@@ -81,12 +81,12 @@ def _indentation(line: str) -> int:
 
 
 def _loops(ttgir: str) -> list[tuple[int, int]]:
-    """Where the loops begin and end that multiply and have no such loop inside."""
-    opened: list[tuple[int, bool]] = []  # where each region began, and whether it is a loop's
+    """The start and end of each loop that multiplies and has no such loop inside."""
+    opened: list[tuple[int, bool]] = []  # (start of an open region, whether it belongs to a loop)
     loops: list[tuple[int, int]] = []
     place = 0
     for line in ttgir.splitlines(keepends=True):
-        code = re.sub(r'"[^"]*"|\{[^{}]*\}', "", line)  # attributes are no regions
+        code = re.sub(r'"[^"]*"|\{[^{}]*\}', "", line)  # braces of attributes do not open regions
         for brace in re.findall(r"[{}]", code):
             if brace == "{":
                 opened.append((place, LOOP.search(line) is not None))

@@ -1,10 +1,10 @@
-"""Compiles every Pallas kernel for every kind of TPU, beside JAX's own kernels, and tables what the code costs.
+"""Compiles every Pallas kernel for every kind of TPU, beside JAX's own kernels, and tabulates the cost of their code.
 
     python -m benchmarks.compiled.tpu_compile [--targets v6e ...] [--only NAME] [--options JSON] [--jobs N]
 
-Needs no TPU but the TPU compiler, the package libtpu, which is closed source and nothing here depends on:
-`make tpu-compile` gets it into a virtual environment of its own. Run on everything, it
-writes docs/tpu_compile.md. Fails if a kernel of ours does not compile.
+The command needs no TPU, but it needs the TPU compiler. That is the package libtpu, which is closed source and which
+nothing else here depends on. `make tpu-compile` installs it into a virtual environment of its own. Without options the
+command writes docs/tpu_compile.md. It fails if a kernel of ours does not compile.
 """
 
 import argparse
@@ -65,18 +65,18 @@ These are schedules, not measurements: waits for copies are not in them.
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one case on one kind of TPU."""
+    """The result of compiling one case for one kind of TPU."""
 
     case: str
     target: str
     kernels: tuple[tpu_dump.Kernel, ...] = ()
     error: str = ""
-    temporary: int = 0  # bytes of main memory that the call takes besides its arrays
+    temporary: int = 0  # bytes of main memory that the call needs besides its arrays
     seconds: float = 0.0
 
 
 def find(name: str, options: Mapping[str, Any]) -> Traceable:
-    """A case or one of JAX's kernels, by name; `options`, if there are any, in place of the case's own."""
+    """The case, or the JAX kernel, with this name. `options`, if not empty, replace the case's own."""
     if name in PEERS:
         return tpu_peers.traceable(PEERS[name])
     case = tpu_cases.find(name)
@@ -84,7 +84,7 @@ def find(name: str, options: Mapping[str, Any]) -> Traceable:
 
 
 def names(target: str, only: str = "") -> list[str]:
-    """Cases of ours, then JAX's: by name or operation with `only`, else those that the page shows."""
+    """The names of our cases, then of JAX's: those that match `only` by name or operation, by default those shown."""
     every = {case.name: case.operation for case in tpu_cases.CASES}
     every |= {name: case.operation for name, case in PEERS.items()}
     if only:
@@ -94,7 +94,7 @@ def names(target: str, only: str = "") -> list[str]:
 
 
 def environment(dumps: str) -> dict[str, str]:
-    """Settings of the compiler: not to look for TPUs, and where to dump."""
+    """Environment variables for the compiler: do not look for TPUs, and where to write dumps."""
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -107,7 +107,7 @@ def environment(dumps: str) -> dict[str, str]:
 
 @functools.cache
 def _mesh(target: str) -> Any:
-    """One device of a machine that is described and not there."""
+    """One device of a described machine, which need not exist."""
     import jax
     from jax.experimental import topologies
 
@@ -116,7 +116,7 @@ def _mesh(target: str) -> Any:
 
 
 def compile_case(name: str, target: str, dumps: str, options: Mapping[str, Any]) -> Outcome:
-    """Compile one case; the dumps' folder is empty before and after."""
+    """Compile one case. The folder `dumps` is empty before and after."""
     import jax
 
     begun = time.perf_counter()
@@ -135,8 +135,8 @@ def compile_case(name: str, target: str, dumps: str, options: Mapping[str, Any])
         kernels, error = tuple(tpu_dump.read(folder)), ""
         temporary = int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
         if not kernels:
-            error = "no kernel in what was compiled"
-    except Exception as failure:  # whatever the compiler objects to belongs in the table
+            error = "the compiled call contains no kernel"
+    except Exception as failure:  # the table shows whatever error the compiler raises
         kernels, error, temporary = (), first_words(failure), 0
     for path in folder.iterdir():
         path.unlink()
@@ -153,7 +153,7 @@ def _start_worker(settings: dict[str, str]) -> None:
 
 
 def _pool(dumps: str) -> concurrent.futures.ProcessPoolExecutor:
-    """One process; should the compiler end it, the next case gets another."""
+    """A pool of one process. If the compiler kills it, the next case gets a new pool."""
     context = multiprocessing.get_context("spawn")
     return concurrent.futures.ProcessPoolExecutor(1, context, _start_worker, (environment(dumps),))
 
@@ -167,7 +167,7 @@ def compile_on(target: str, cases: Sequence[str], timeout: float, options: Mappi
             try:
                 yield pool.submit(compile_case, name, target, dumps, options).result(timeout)
             except (BrokenProcessPool, TimeoutError) as failure:
-                what = "the compiler ended its process" if isinstance(failure, BrokenProcessPool) else "took too long"
+                what = "the compiler crashed its process" if isinstance(failure, BrokenProcessPool) else "took too long"
                 _kill(pool)
                 pool = _pool(dumps)
                 yield Outcome(name, target, error=what)
@@ -177,7 +177,7 @@ def compile_on(target: str, cases: Sequence[str], timeout: float, options: Mappi
 
 
 def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
-    """End a pool at once: its process may be one that hangs."""
+    """End a pool at once, since its process may hang."""
     for process in (getattr(pool, "_processes", None) or {}).values():
         process.kill()
     pool.shutdown(wait=True, cancel_futures=True)
@@ -191,7 +191,10 @@ def compile_all(
     console: Console,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Outcome]:
-    """Each kind's cases, `jobs` kinds at a time; in the order of the kinds and cases."""
+    """Compile the cases of each kind of TPU, `jobs` kinds at a time.
+
+    The outcomes are in the order of kinds and cases.
+    """
     outcomes: list[Outcome] = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress, concurrent.futures.ThreadPoolExecutor(jobs) as threads:
@@ -211,7 +214,7 @@ def compile_all(
 
 
 def rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    """The table's lines for one outcome, one line per kernel."""
+    """The table rows of one outcome, one per kernel."""
     if outcome.error:
         return [(outcome.case, outcome.error, *("-" for _ in COLUMNS[2:]))]
     found = []
@@ -231,12 +234,12 @@ def rows(outcome: Outcome) -> list[tuple[str, ...]]:
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """The cases of ours that do not compile."""
+    """Our own cases that do not compile, one line each."""
     return [f"{one.target} {one.case}: {one.error}" for one in outcomes if one.error and one.case not in PEERS]
 
 
 def document(outcomes: Sequence[Outcome], made: str) -> str:
-    """The page, from every outcome there is."""
+    """The text of the page for these outcomes."""
     lines = [HEADER, made, ""]
     wrong = failures(outcomes)
     lines += [
@@ -251,7 +254,7 @@ def document(outcomes: Sequence[Outcome], made: str) -> str:
 
 
 def provenance() -> str:
-    """When, of which code, and with which versions."""
+    """The date, the commit and the versions behind a page."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "libtpu"))
@@ -271,9 +274,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled.tpu_compile", description=about)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="kinds of TPU (default: all)")
     parser.add_argument("--only", default="", help="cases whose name or operation contains this")
-    parser.add_argument("--jobs", type=int, default=min(len(TARGETS), os.cpu_count() or 1), help="kinds at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=min(len(TARGETS), os.cpu_count() or 1), help="kinds of TPU compiled at a time"
+    )
     parser.add_argument("--timeout", type=float, default=300, help="seconds for one compilation")
-    parser.add_argument("--options", type=json.loads, default={}, help="a JSON object, in place of our cases' options")
+    parser.add_argument("--options", type=json.loads, default={}, help="a JSON object that replaces our cases' options")
     options = parser.parse_args(arguments)
     if importlib.util.find_spec("libtpu") is None:
         print("expected the TPU compiler, the package libtpu, to be installed: see make tpu-compile", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Reads what the TPU compiler dumps of a kernel: its schedule, what the schedule keeps busy, what it spills.
+"""Reads the TPU compiler's dumps of a kernel: its schedule, the busy units, the spills.
 
-A TPU core runs bundles: one instruction for each of its units, all in one cycle where nothing stalls. The compiler
-knows the schedule, so the number of bundles and the share of them that use a unit tell, without a TPU, what bounds a
-kernel. Dumps are made by `--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true` in LIBTPU_INIT_ARGS.
+A TPU core runs bundles. A bundle has one instruction for each unit, and takes one cycle if nothing stalls. The compiler
+knows the schedule. So the number of bundles, and the share of them that use a unit, show without a TPU what limits a
+kernel. `--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true` in LIBTPU_INIT_ARGS makes the dumps.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 UTILIZATION = "final_hlo-static-per-bundle-utilization"
 BUNDLES = "final_bundles"
 ANALYSIS = "schedule-analysis_final_bundles"
-PROGRAM = "TLP"  # what calls the kernels
+PROGRAM = "TLP"  # the program that calls the kernels
 CUSTOM_CALL = 'custom_call_target="tpu_custom_call"'
 UNITS = ("MXU", "VALU", "VLOAD", "VSTORE")
 SPILLS, FILLS = "VSTORE:SPILL", "VLOAD:FILL"
@@ -24,10 +24,10 @@ _ALLOCATION = re.compile(r"^ *#allocation(\d+) \[.*?space=vmem, size = 0x([0-9a-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Part:
-    """A stretch of a schedule: how long it is, and how much of it each unit is busy."""
+    """A piece of a schedule: its length, and how busy each unit is."""
 
     bundles: int = 0
-    busy: tuple[tuple[str, float], ...] = ()  # percent of what each unit could do
+    busy: tuple[tuple[str, float], ...] = ()  # (unit, percent of its capacity)
 
     def percent(self, unit: str) -> float:
         return dict(self.busy).get(unit, 0.0)
@@ -35,21 +35,21 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel as it was compiled."""
+    """A compiled kernel."""
 
     name: str
     whole: Part
-    loop: Part  # the loop that does the most of the matrix unit's work, what is nested in it included
-    spills: int  # vector registers stored because there are too few
-    loop_spills: int  # of these in the loop
-    fills: int  # and loaded again
+    loop: Part  # the loop with most of the matrix work, including the loops nested in it
+    spills: int  # vector registers stored to memory because there are too few
+    loop_spills: int  # spills in that loop
+    fills: int  # spilled vector registers that are loaded again
     loop_fills: int
     vmem: int  # bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Utilization:
-    """For each bundle how often each unit is used."""
+    """How often each bundle uses each unit."""
 
     units: tuple[str, ...]
     capacities: tuple[int, ...]
@@ -67,7 +67,7 @@ class _Utilization:
 
 
 def utilization(text: str) -> _Utilization:
-    """A table of uses by bundle, under a line of the units' names and one of their capacities."""
+    """The table of uses per bundle, which follows a line of unit names and one of their capacities."""
     lines = text.splitlines()
     begin = next(index for index, line in enumerate(lines) if "UTILIZATION" in line)
     rows = (tuple(map(int, line.split())) for line in lines[begin + 1 :] if re.fullmatch(r"[\d\s]+", line))
@@ -76,13 +76,13 @@ def utilization(text: str) -> _Utilization:
 
 
 def loops(text: str) -> list[tuple[int, int]]:
-    """The loops of a schedule: the bundle each body begins with, and the one behind its last."""
+    """The loops of a schedule: (first bundle of the body, first bundle after it)."""
     found: list[tuple[int, int]] = []
     opened: list[tuple[int, int]] = []  # (depth, first bundle)
     index = 0
     for index, bundle in enumerate(_BUNDLE.finditer(text)):
         begins = bundle["mark"] == "LB"
-        if bundle["empty"] and not begins:  # printed without its depth
+        if bundle["empty"] and not begins:  # such a bundle is printed without its depth
             continue
         depth = len(bundle["depth"])
         while opened and (depth < opened[-1][0] or (begins and depth == opened[-1][0])):
@@ -93,12 +93,12 @@ def loops(text: str) -> list[tuple[int, int]]:
 
 
 def vmem(text: str) -> int:
-    """Bytes of vector memory in a list of allocations."""
+    """The bytes of vector memory in a list of allocations."""
     return sum(int(size, 16) for size in dict(_ALLOCATION.findall(text)).values())
 
 
 def _main_loop(use: _Utilization, bodies: list[tuple[int, int]]) -> tuple[int, int]:
-    """The loop with the most matrix work of its own, the longest of several such; all of it where there is none."""
+    """The loop with the most matrix work of its own (the longest of several), or the whole schedule without loops."""
     if not bodies:
         return 0, len(use.rows)
 
@@ -111,7 +111,7 @@ def _main_loop(use: _Utilization, bodies: list[tuple[int, int]]) -> tuple[int, i
 
 
 def read(folder: Path) -> list[Kernel]:
-    """Every Pallas kernel in a folder of dumps, by name."""
+    """The Pallas kernels in a folder of dumps, sorted by name."""
     files: dict[tuple[str, str], dict[str, tuple[int, Path]]] = {}
     for path in sorted(folder.glob("*.txt")):
         if found := _FILE.fullmatch(path.name):
