@@ -1,4 +1,4 @@
-"""A backend that takes few batches is judged by as many of them as one that takes all."""
+"""A backend that supports few kinds of batches is judged on as many batches as one that supports all."""
 
 import importlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from ragged_attention.testing.verdicts import verdict_of
 from tests import partial_backend
 
 pytest.importorskip("torch", reason="the backend runs through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a fault lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a fault may let NaN through
 EXAMPLES = drawing.PROFILES["dev"]
 
 
@@ -43,7 +43,9 @@ def test_a_partial_backend_is_judged_by_the_asked_number(monkeypatch: pytest.Mon
 
 
 def test_drawn_batches_catch_the_faults_of_a_partial_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawing, "PHASES", (drawing.Phase.generate,))  # a failure is wanted here, not a small one
+    monkeypatch.setattr(
+        drawing, "PHASES", (drawing.Phase.generate,)
+    )  # any failure will do, so the search for a small one is left out
     check, caught = check_named("attention on drawn batches"), []
     for fault in partial_backend.FAULTS:
         try:
@@ -92,7 +94,7 @@ def test_a_write_that_takes_slots_only_is_present(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_batch_that_a_search_makes_invalid_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The law asserts that its batches are dense, which the search may change."""
+    """A batch counts as declined, not failed, if the search for supported batches makes it unfit for the law."""
     honest = importlib.import_module("ragged_attention.reference.mla_decode")
 
     def why_not(call: Any) -> str | None:
@@ -112,7 +114,7 @@ def test_a_batch_that_a_search_makes_invalid_is_no_failure(monkeypatch: pytest.M
     RaggedLatentSpec(tables=Spec(lens=((1, 1),)), d_v=512),
 ])  # fmt: skip
 def test_fields_that_contradict_each_other_make_no_batch(spec: Any) -> None:
-    """A search changes one field after another, and the batch would be judged."""
+    """Contradictory fields are refused: a search changes single fields, and would otherwise judge such a batch."""
     with pytest.raises(Contradiction, match=r"one head|columns"):
         spec.build()
 
@@ -126,7 +128,7 @@ OPERATIONS = {
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_one_operation_in_one_dtype_is_judged(monkeypatch: pytest.MonkeyPatch, operation: str) -> None:
-    """No other operation is needed, neither of the same family nor a gradient."""
+    """A backend of one operation is judged without related operations and without a gradient."""
     honest = importlib.import_module(f"ragged_attention.reference.{operation}")
 
     def why_not(call: Any) -> str | None:

@@ -1,4 +1,4 @@
-"""Other projects' kernels are recorded as they would be launched, cut up by their own rules, and read as ours are."""
+"""Other projects' kernels are recorded as launched, divided into programs by their own rules, and read like ours."""
 
 import dataclasses
 import enum
@@ -25,13 +25,13 @@ class Mode(enum.IntEnum):
 
 
 def kernel(*names: str, **more: Any) -> Any:
-    """What a recorder looks at of a Triton kernel."""
+    """A stand-in with those attributes of a Triton kernel that a recorder reads."""
     params = [types.SimpleNamespace(name=name) for name in names]
     return types.SimpleNamespace(__name__="some_kernel", params=params, **more)
 
 
 class Named(Launch):
-    """A launch of a kernel of that name."""
+    """A launch of a kernel named `name`."""
 
     def __init__(self, name: str, grid: tuple[int, ...], arguments: dict[str, Any]) -> None:
         super().__init__(types.SimpleNamespace(__name__=name), (), arguments, 4, 3, grid)
@@ -72,7 +72,7 @@ def test_inputs_have_shapes_and_no_values() -> None:
     assert tuple(found["k_scale"].shape) == (8,)
 
 
-# ---- which program does what
+# ---- the work of each program
 
 
 def tiny(**fields: Any) -> PagedCase:
@@ -84,23 +84,23 @@ UNIFIED: dict[str, Any] = {"TILE_SIZE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "num_qu
 
 
 def test_programs_of_vllms_kernel() -> None:
-    """Blocks of four tokens; the second of a sequence of six tokens sees all of its 70 keys."""
+    """Blocks have four tokens, so a sequence of six tokens has two. The second of these sees all 70 keys."""
     found = recorded._unified_programs(tiny(), UNIFIED | {"IS_3D": False, "NUM_SEGMENTS_PER_SEQ": 1})
     assert found == {(7.0,): 2, (5.0,): 4}
     windowed = recorded._unified_programs(
         tiny(sliding_window=20), UNIFIED | {"IS_3D": False, "NUM_SEGMENTS_PER_SEQ": 1}
     )
-    assert windowed == {(2.0,): 4, (3.0,): 2}  # keys [80, 100), [45, 68) and [49, 70)
+    assert windowed == {(2.0,): 4, (3.0,): 2}  # visible keys [80, 100), [45, 68) and [49, 70)
 
 
 def test_segments_of_vllms_kernel() -> None:
-    """Of 100 keys four segments of 32, the last of them short; of 70 keys three."""
+    """100 keys make four segments of 32, the last of them shorter. 70 keys make three."""
     found = recorded._unified_programs(tiny(), UNIFIED | {"IS_3D": True, "NUM_SEGMENTS_PER_SEQ": 4})
     assert found == {(2.0,): 2 * 3 + 4 * 2, (1.0,): 2 + 4}
 
 
 def test_splits_of_sglangs_kernel() -> None:
-    """Equal ones of a multiple of 32 keys."""
+    """Splits are equal and have a multiple of 32 keys."""
     one = Named("stage1", (2, 3, 8), {"BLOCK_N": 32, "MIN_BLOCK_KV": 32})
     (attended,) = recorded._split_evenly(one, [], [1000, 40], 8)
     assert attended.programs == {(4.0,): 8 * 3, (1.0,): 2 * 3}
@@ -108,7 +108,7 @@ def test_splits_of_sglangs_kernel() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Lengths of a case without a cache."""
+    """A stand-in for a case without a cache: its query lengths and number of heads."""
 
     q_lens: tuple[int, ...] = (300,)
     num_q_heads: int = 4
@@ -134,11 +134,17 @@ OURS: dict[str, Any] = {"BLOCK_Q": 128, "BLOCK_KV": 64, "GROUP": 2}
 
 
 def test_programs_of_our_kernels_without_a_cache() -> None:
-    """Blocks of 64 tokens of two heads, and of 64 keys: those before a block of tokens are whole, its own is not."""
+    """A block of 64 tokens of two heads visits unmasked blocks of 64 keys before its own block, which is masked."""
     rows = varlen.programs(causal(), Named("forward_kernel", (9, 2), OURS))
     assert rows == {(float(block), 1.0): 2 for block in range(5)}
     keys = varlen.programs(causal(), Named("dkv_kernel", (9, 2), OURS))
-    assert keys == {(2.0, 3.0): 2, (2.0, 2.0): 2, (2.0, 1.0): 2, (2.0, 0.0): 2, (1.0, 0.0): 2}  # ends, whole
+    assert keys == {
+        (2.0, 3.0): 2,
+        (2.0, 2.0): 2,
+        (2.0, 1.0): 2,
+        (2.0, 0.0): 2,
+        (1.0, 0.0): 2,
+    }  # (masked blocks, whole blocks)
     whole = varlen.programs(causal(causal=False), Named("forward_kernel", (9, 2), OURS))
     assert whole == {(4.0, 1.0): 10}
     windowed = varlen.programs(causal(sliding_window=64), Named("forward_kernel", (9, 2), OURS))
@@ -183,7 +189,7 @@ def test_every_peer_takes_some_cases_and_says_why_not_others() -> None:
     ]
 
 
-# ---- all of it, on a kernel that stands for another project's
+# ---- the whole analysis, for a stand-in for another project's kernel
 
 PEER = """
 import triton
@@ -227,6 +233,6 @@ def test_a_peer_stands_beside_ours(tmp_path: Path) -> None:
     lines = printed("-m", *command).splitlines()
     mine, theirs = [line.split(" | ") for line in lines if line.startswith("| speculative")]
     assert (mine[1], theirs[1]) == ("ours", "vLLM")
-    assert (theirs[2], theirs[6], theirs[7]) == ("4, 3", "0", "1.0")  # one buffer, behind the page numbers
+    assert (theirs[2], theirs[6], theirs[7]) == ("4, 3", "0", "1.0")  # one buffer, which follows the page numbers
     assert (mine[-2], mine[-1].strip("| ")) == ("1.00", "1.00")
     assert float(theirs[-2]) >= 1 > float(theirs[-1].strip("| "))

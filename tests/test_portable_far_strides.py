@@ -1,4 +1,4 @@
-"""The backends for CPUs read and write where operands are, however far apart."""
+"""The CPU backends read and write operands at the right addresses, however large the strides."""
 
 import pytest
 

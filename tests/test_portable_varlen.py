@@ -1,4 +1,4 @@
-"""What the fallbacks of packed attention and of gradients decide by themselves: blocks, orders of sums, refusals."""
+"""The fallbacks of packed attention and of gradients: choice of blocks, orders of summation, declined calls."""
 
 import dataclasses
 import importlib
@@ -23,7 +23,7 @@ from ragged_attention.reference import (
 )
 from ragged_attention.tools.samples import sample_of
 
-# One sequence without queries, one without keys, one with more queries than keys; padding behind the last.
+# One sequence without queries, one without keys, one with more queries than keys. Padding follows the last.
 Q_LENS, KV_LENS = (3, 0, 2, 9, 6), (5, 4, 0, 4, 11)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -55,7 +55,7 @@ def packed() -> dict[str, np.ndarray]:
 def packed_gradient(
     options: dict[str, Any], bias: tuple[int, ...] | None = None
 ) -> tuple[dict[str, np.ndarray], list[np.ndarray], list[np.ndarray]]:
-    """A call's arrays with those of its gradient, and what both return by the definition."""
+    """The arrays of a call and its gradient, and the reference results of both."""
     arrays = packed() | ({} if bias is None else {"relative_bias": normal(*bias, seed=8)})
     out, lse = varlen_attention.varlen_attention(**arrays, **options)
     arrays |= {"d_out": normal(*out.shape, seed=4), "out": out, "lse": lse, "d_lse": normal(*lse.shape, seed=5)}
@@ -64,7 +64,7 @@ def packed_gradient(
 
 
 def listed() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """A sparse gradient whose lists name rows twice, none, and all alike; and what it is by the definition."""
+    """A sparse gradient's arrays and its reference results. Its lists have duplicates, no row, or one row only."""
     indices = np.random.default_rng(6).integers(-2, 10, (7, 2, 9)).astype(np.int32)
     indices[1] = -1
     indices[2] = 3
@@ -87,7 +87,7 @@ def compare(got: Any, want: list[np.ndarray], tolerance: float) -> None:
 def expect_agreement(
     make: Any, room_of: Any, tile: dict[str, int], options: dict[str, Any], bias: Any, bound: float
 ) -> None:
-    """A backend's attention, and its gradient, at a tile."""
+    """Check a backend's attention and its gradient with given tile sizes."""
     arrays, forward, backward = packed_gradient(options, bias)
     given = {name: array for name, array in arrays.items() if name in VarlenAttention.KINDS}
     asked: Any = options | {"return_d_relative_bias": bias is not None}
@@ -163,7 +163,7 @@ def test_eager_refuses():
 
 
 def jax_call(record: type, arrays: dict[str, np.ndarray], platform: str = "cpu", **options: Any) -> Any:
-    """In single precision, the default of jax."""
+    """A call with arrays of jax in float32 instead of float64, jax's default."""
     jnp = pytest.importorskip("jax.numpy")
     narrow = {name: array.astype(np.float32) if array.dtype == np.float64 else array for name, array in arrays.items()}
     held = {name: jnp.asarray(array) for name, array in narrow.items()}
@@ -186,7 +186,7 @@ def test_xla_tiles_of_any_size_agree(options, tile, bias):
 
 @pytest.mark.parametrize(("platform", "deterministic", "tile"), [("cpu", False, (4, 3)), ("cuda", True, (5, 1000))])
 def test_xla_adds_up_rows_in_any_order(platform, deterministic, tile):
-    """Also in the order that GPUs are asked for, by sorting; on a CPU it is computed as well."""
+    """Rows are summed correctly in any order, also in the sorted order of deterministic calls on GPUs."""
     arrays, want = listed()
     call = jax_call(SparseMlaPrefillBackward, arrays, platform, d_v=16, deterministic=deterministic)
     room = xla("sparse_mla_prefill_backward")

@@ -1,7 +1,7 @@
-"""Rows that other projects' writers have quantised, byte for byte.
+"""Quantised rows equal those of other projects' writers, byte for byte.
 
-quantised_rows.json was written by `python -m benchmarks.vllm_formats --record`: bfloat16 rows, and what vLLM 0.32's
-kernels and functions, and the function of FlashInfer 0.7.2.post1 for a block of nvfp4, store of them.
+`python -m benchmarks.vllm_formats --record` wrote quantised_rows.json. The file holds bfloat16 rows and the bytes that
+vLLM 0.32's kernels and functions, and FlashInfer 0.7.2.post1's function for an nvfp4 block, store for them.
 """
 
 import json
@@ -72,7 +72,7 @@ def test_infinities_are_stored_as_the_docstring_says(name: str, backend: str) ->
     stored, (plain, *infinite) = scales[0][0, :, 0, 0].float(), dequantize_kv(codes[0], scales[0])[0, :, 0]
     assert plain.isfinite().all()
     if scales_dtype is torch.float32:
-        assert not dequantize_kv(codes[0], torch.ones_like(scales[0]))[0, 1:].any()  # codes
+        assert not dequantize_kv(codes[0], torch.ones_like(scales[0]))[0, 1:].any()  # the codes alone
         assert stored[1:3].tolist() == 2 * [torch.inf]
         assert stored[3].isnan() if name.startswith("int4") else stored[3].isinf()
         tables = torch.arange(1, 5).int(), torch.zeros(4, 1).int(), torch.arange(5).int()
@@ -91,7 +91,7 @@ def test_infinities_are_stored_as_the_docstring_says(name: str, backend: str) ->
 def test_the_rotation_is_vllms():
     turned = recorded(RECORDED["rotated"], torch.float32, COLUMNS)
     _vllm_rotation._matrix.cache_clear()
-    with torch.device("meta"):  # vLLM makes models on the GPU
+    with torch.device("meta"):  # the default device must not matter: vLLM sets it to the GPU
         ours = _vllm_rotation.rotated(ROWS.float())
     assert torch.allclose(ours, turned, rtol=1e-6, atol=1e-6 * float(turned.abs().max()))
     assert torch.allclose(_vllm_rotation.rotated_back(ours), ROWS.float(), rtol=1e-5, atol=1e-5)

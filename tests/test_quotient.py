@@ -1,4 +1,4 @@
-"""The quotient of backends written in jax is the float32 nearest to it, however a device divides."""
+"""The jax backends' quotient is the nearest float32, however the device divides."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ TINY = np.finfo(np.float32).tiny
 
 
 def floats(kind: str) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """Dividends and divisors: any bits, values next to powers of two, or what is quantised."""
+    """Dividends and divisors: random bits, values near powers of two, or values as quantising divides them."""
     generator = np.random.default_rng(0)
     if kind == "bits":
         values, divisor = generator.integers(0, 2**32, (2, COUNT), dtype=np.uint32).view(np.float32)

@@ -1,4 +1,4 @@
-"""What a run of the tests leaves behind, and the page that is written from it."""
+"""The record that a test run leaves behind, and the page that is written from it."""
 
 import json
 import runpy

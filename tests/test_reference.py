@@ -1,4 +1,4 @@
-"""The definition itself, where there is something outside it to hold it to."""
+"""The reference implementation agrees with independent implementations, as far as there are any."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_encoding_rounds_as_the_format_does_and_saturates(name: str, bits: list[
     nan = np.isnan(values)
     np.testing.assert_array_equal(got[~nan], want[~nan])
     assert np.isnan(decode(got, name)[nan]).all()
-    if name == "float8_e4m3fnuz":  # has no -0 and one NaN
+    if name == "float8_e4m3fnuz":  # this format has no -0 and only one NaN
         np.testing.assert_array_equal(got >> 7, nan | (np.signbit(values) & (got != 0)))
     else:
         np.testing.assert_array_equal(got >> 7, np.signbit(values))
@@ -44,7 +44,7 @@ def test_encoding_rounds_as_the_format_does_and_saturates(name: str, bits: list[
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_encoding_agrees_at_every_tie_and_next_to_it(name: str) -> None:
-    """Every value, every midpoint of neighbours, their float32 neighbours, subnormal numbers and overflows."""
+    """Encoding agrees at all values and midpoints, at their float32 neighbours, and for subnormals and overflows."""
     finite = np.unique(format_values(name)[np.isfinite(format_values(name))])
     least = float(ml_dtypes.finfo(FORMATS[name]).smallest_subnormal)
     exact = [*finite, *(finite[1:] + finite[:-1]) / 2, *(least * np.array([0.25, 0.5, 0.75, 1.5, -0.5, -0.75]))]
@@ -64,7 +64,7 @@ def test_e4m3fnuz_has_one_nan_and_no_negative_zero() -> None:
 @pytest.mark.parametrize(("bits", "narrow"), [(0x7D00, "2"), (0x7FA00000, "4"), (0x7FF4000000000000, "8")])
 @pytest.mark.parametrize("to", [np.float32, np.float64])
 def test_signaling_nans_become_quiet(bits: int, narrow: str, to: type[np.floating]) -> None:
-    """No operation on what comes of it may warn, and Python's warnings are errors here."""
+    """Widening makes signaling NaNs quiet, so later operations do not warn. Warnings are errors here."""
     values = np.array([bits], f"u{narrow}").view(f"f{narrow}")
     assert np.isnan(widened(values, to) @ np.ones(1, to))
     assert np.signbit(widened(np.array([-0.0], f"f{narrow}"), to))
@@ -82,7 +82,7 @@ def heads_first(seed: int) -> tuple[Any, ...]:
 
 
 def dense(q: np.ndarray, k_pages: np.ndarray, v_pages: np.ndarray, row: np.ndarray, seen: np.ndarray) -> np.ndarray:
-    """Plain attention, one head at a time, over the positions in order; `seen` is [queries, keys]."""
+    """Plain attention over a sequence's positions, one head at a time; `seen` is the mask [queries, keys]."""
     out = np.zeros(q.shape)
     for head in range(q.shape[1]):
         k, v = (pages[head // GROUP][row].reshape(-1, HEAD_DIM)[: seen.shape[1]] for pages in (k_pages, v_pages))

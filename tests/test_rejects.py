@@ -1,4 +1,4 @@
-"""Every invalid call is refused by the same error with the same text, whichever front end it comes through."""
+"""Every invalid call is refused with the same error and the same text by every front end."""
 
 import ast
 import dataclasses
@@ -26,7 +26,7 @@ def spans(*shape: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 class Codes(np.ndarray):
-    """The bits of float8_e4m3fn numbers."""
+    """The bits of float8_e4m3fn numbers, which a front end gets as an array of that dtype."""
 
 
 def codes(*shape: int) -> np.ndarray:
@@ -34,7 +34,7 @@ def codes(*shape: int) -> np.ndarray:
 
 
 def raw(*shape: int) -> np.ndarray:
-    """A cache of bytes."""
+    """A uint8 cache."""
     return np.zeros(shape, np.uint8)
 
 
@@ -182,12 +182,12 @@ BYTES_OF_SCALES = (
 CACHES = f"{FLOATS} or {EIGHT_BIT}"
 BYTES = "uint8 or float8_e4m3fn or int8"
 KV_FORMATS = " or ".join(dict.fromkeys(repr(form.name) for form in formats.SCALED.values()))
-# What makes the dense decode a sparse one, over one cache or two.
+# Changes that turn the dense decode into a sparse one, over one cache or two.
 LISTS = {"page_indices": None, "kv_lens": None, "schedule": None, "indices": ints([[0, 5, -1]], [[1, 23, 24]])}
 TWO = LISTS | {"extra_kv_cache": ones(3, 2, 1, 32), "extra_indices": ints([[0, 5]], [[-1, 7]])}
 # Heads-first pages of 8 bits, with their scales.
 CODES, SCALES = ones(2, 6, 4, 16, dtype=np.int8), ones(2, 6, 4, 1)
-# The same over bytes.
+# The changes for a sparse decode over uint8 caches.
 BYTE_LISTS = LISTS | {"q": ones(2, 1, 4, 576), "kv_cache": raw(6, 4, 1, 656)}
 V41_LISTS = LISTS | {"q": ones(2, 1, 4, 512), "kv_cache": raw(6, 4, 1, 528)}
 
@@ -321,12 +321,12 @@ def write_keys(error: type[Exception], text: str, **changes: Any) -> Case:
 
 
 def scheduled(**changes: Any) -> dict[str, Any]:
-    """The dense decode with another schedule."""
+    """The change of the dense decode's schedule."""
     return {"schedule": dataclasses.replace(SCHEDULE, **changes)}
 
 
 def values(text: str, **changes: Any) -> Case:
-    """Refused only where index values are checked."""
+    """A case that is refused only if index values are checked."""
     return Case("ragged_paged_attention", changes, InvalidInput, text)
 
 
@@ -1236,7 +1236,7 @@ STATIC = [
     write_latents(InvalidInput, "expected d_v >= 0, got -1", rope_scale=0.5, d_v=-1),
     write_latents(InvalidInput, f"expected kv.dtype to be {FLOATS}, got int32",
                   kv=ones(3, 1, 32, dtype=np.int32), cache=ones(2, 3, 1, 32, dtype=np.int8)),
-    # Slots.
+    # Conversion of positions to slots.
     slots(TypeError, "expected positions to be an array, got int", positions=3),
     slots(TypeError, "expected page_indices to be an array, got NoneType", page_indices=None),
     slots(TypeError, "expected page_size to be an int, got float", page_size=4.0),
@@ -1321,7 +1321,7 @@ VALUES = [
 
 
 def refusal(case: Case, framework: str, **more: Any) -> Exception:
-    """What the front end raises for a case."""
+    """The exception that the front end raises for a case."""
     front = runner_for("auto", framework).front
 
     def bring(value: Any) -> Any:
@@ -1420,16 +1420,16 @@ def test_hopper_kernels_are_refused_on_a_cpu(operation: str, framework: str) -> 
 
 
 def test_every_raise_of_the_records_is_reached(framework: str) -> None:
-    """No error text without a case: each `raise` in the records' modules is met by the tables above."""
+    """Each `raise` statement in the records' modules is reached by a case in the tables above."""
     paths = Path(calls.__file__).parent.glob("*.py")
-    # `sharding` has no record; test_distributed_torch and test_distributed_jax have its errors.
+    # `sharding` has no record. test_distributed_torch and test_distributed_jax test its errors.
     sources = {path: path.read_text() for path in paths if path.name != "sharding.py"}
     raises = {
         (path, node.lineno, node.end_lineno or node.lineno)
         for path, source in sources.items()
         for function in ast.walk(ast.parse(source))
-        # jax's arrays have no strides of their own; test_torch_front_end has those errors. Those of a gradient are in
-        # test_gradients_torch and test_gradients_jax.
+        # jax arrays have no strides, so test_torch_front_end tests the errors of strides. test_gradients_torch and
+        # test_gradients_jax test the errors of gradients.
         if isinstance(function, ast.FunctionDef) and function.name not in ("expect_packed_rows", "expect_gradient")
         for node in ast.walk(function)
         if isinstance(node, ast.Raise)

@@ -1,4 +1,4 @@
-"""What plans are said to do is what the kernels do: loads, stores and products counted while Triton interprets them."""
+"""The kernels do what their plans say: loads, stores and products are counted while Triton interprets the kernels."""
 
 import collections
 import dataclasses
@@ -25,7 +25,7 @@ ROWS = ("q_ptr", "out_ptr", "parts_ptr")
 
 
 class Counter:
-    """Bytes and operations by kernel; what is multiplied again is not distinguished from the rest."""
+    """Bytes and operations by kernel. `Work.again`, for repeated products, is always 0."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -90,7 +90,7 @@ def of_model(case: Any, tile: Any) -> dict[str, Work]:
     return {step.name: step.work for step in roofline.steps(case, "triton", HOPPER, H200, tile)}
 
 
-# Small versions, at the tiles that the whole case has on a Hopper GPU but for what is changed.
+# Cases, scaled down to a length, with changes to the tile that the full case has on a Hopper GPU.
 SMALL: list[tuple[str, int, dict[str, int]]] = [
     ("decode_64x4k", 600, {"num_splits": 4}),
     ("gpt_oss_window_64x4k", 600, {}),
@@ -126,9 +126,9 @@ def test_the_model_counts_what_the_kernels_do(
     want = {name: dataclasses.replace(work, flops=work.flops + work.again, again=0) for name, work in found.items()}
     assert {name: counter.work[name] for name in want} == want
     assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
-    # As many programs have keys as the plan says, and they share the products as it says.
+    # The number of programs with keys, and their shares of the products, are those of the plan.
     for step in roofline.steps(case, "triton", HOPPER, tile=tile):
-        if step.turns and len(step.programs) > 1 and step.name != "tile_kernel":  # of which both loops differ
+        if step.turns and len(step.programs) > 1 and step.name != "tile_kernel":  # its two loops differ in cost
             shares = sorted(counter.products[step.name].values())
             turns = sorted(sum(each) for each, number in step.programs.items() for _ in range(number))
             assert [share / shares[-1] for share in shares] == pytest.approx([turn / turns[-1] for turn in turns])
@@ -136,7 +136,7 @@ def test_the_model_counts_what_the_kernels_do(
             assert len(counter.products[step.name]) == step.working
 
 
-# Cases that no backend has a plan for with an excess of less than a tenth, and why.
+# Cases for which no backend's plan exceeds the floor by less than a tenth, and why.
 PARTS = "its parts, which let every multiprocessor read keys, are as many bytes as the keys; all is done in 6 us"
 IN_EXCESS = {
     "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
@@ -145,12 +145,12 @@ IN_EXCESS = {
     "indexer_prefill_4k": "logits are written, and read four times to choose among them",
 }
 TOO_WIDE = "gemma4_global_prefill_4k"
-SHORT = 5e-6  # seconds of a floor under which launching and waiting rule, not what is read
+SHORT = 5e-6  # seconds; with a lower floor, launches and waits take more time than reading
 
 
 @pytest.fixture(scope="module")
 def best() -> dict[str, roofline.Plan]:
-    """Of each case the plan that takes least."""
+    """The fastest plan of each case."""
     found: dict[str, roofline.Plan] = {}
     for plan in roofline.plans(catalogue.CASES.values(), HOPPER):
         name = plan.case.name
@@ -161,7 +161,10 @@ def best() -> dict[str, roofline.Plan]:
 
 @pytest.mark.parametrize("workload", [f"W{number}" for number in range(1, 13)])
 def test_workloads_exceed_their_floor_by_less_than_a_tenth(best: dict[str, roofline.Plan], workload: str) -> None:
-    """All cases of a workload together, but for short ones and the one whose heads no tile of enough rows can hold."""
+    """A workload's cases together exceed their floor by less than a tenth.
+
+    Short cases are left out, and so is TOO_WIDE, because no tile with enough rows can hold its heads.
+    """
     own = [plan for plan in best.values() if plan.case.workload == workload]
     plans = [plan for plan in own if plan.floor > SHORT and plan.case.name != TOO_WIDE]
     assert sum(plan.least for plan in plans) < 1.1 * sum(plan.floor for plan in plans)
@@ -172,9 +175,9 @@ def test_it_is_known_which_cases_exceed_it_by_more_and_why(best: dict[str, roofl
 
 
 def test_a_plan_by_hand() -> None:
-    """Two decodes over 300 keys, blocks of 64: 16 rows where 4 are needed, and weights in two parts.
+    """Two decodes over 300 keys in blocks of 64. Tiles have 16 rows, though 4 would do, and weights have two terms.
 
-    Of ten blocks for four programs none has fewer than four, so that each sequence makes two parts.
+    Four programs share ten blocks, and a split has at least four blocks. So each sequence has two splits.
     """
     case = PagedCase(
         name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64
@@ -193,7 +196,10 @@ def test_a_plan_by_hand() -> None:
 
 
 def test_masked_blocks_are_counted_in_the_loop_that_visits_them() -> None:
-    """Of an 8-bit cache: 32 queries a program, 64 keys a block, 32 at the diagonal; and of a tree of drafts."""
+    """Masked blocks are counted for the loop that visits them, for an 8-bit cache and for a tree of drafts.
+
+    Programs of the former have 32 queries, blocks of 64 keys, and masked blocks of 32 keys at the diagonal.
+    """
     (prefill,) = roofline.steps(catalogue.find("fp8_prefill_4k"), "triton", HOPPER)
     diagonal = [-(-(32 * block + 32 - (32 * block + 1) // 64 * 64) // 32) for block in range(4 * K // 32)]
     assert prefill.turns[1] == 8 * sum(diagonal)
@@ -202,7 +208,7 @@ def test_masked_blocks_are_counted_in_the_loop_that_visits_them() -> None:
 
 
 def test_the_launches_of_a_plan() -> None:
-    """Of a decode, and of a combine that has a program for each of 128 rows where there are 32 heads."""
+    """The working programs of a decode's launches equal those counted by hand, and likewise for a prefill."""
     plan = roofline.plan_of(catalogue.find("decode_64x4k"), "triton", HOPPER)
     found = {launch.name: (launch.working, launch.programs) for launch in plan.launches}
     assert found["split_kernel"] == (64 * 2 * 8, (64 + 132 + 64 * 4 // 16) * 8)
@@ -213,7 +219,7 @@ def test_the_launches_of_a_plan() -> None:
     assert roofline.plan_of(catalogue.find("mla_sparse_h16_b8"), "cuda", HOPPER).launches == ()
 
 
-# Kernels that leave at once whatever the lengths of such a batch: to be launched no more, and then taken from here.
+# Kernels that never have work in such batches. They should not be launched; then remove them here.
 LAUNCHED_IN_VAIN = {"decode": set(), "prefill": {"split_kernel", "combine_kernel"}}
 MOST_LAUNCHES = {"decode": 2, "prefill": 3}
 
@@ -229,7 +235,7 @@ def test_it_is_known_which_kernels_are_launched_in_vain(kind: str) -> None:
     assert max(len(plan.launches) for plan in plans) == MOST_LAUNCHES[kind]
 
 
-# Where one program has so many times the keys of one on average, the rest of the GPU waits for it.
+# The largest allowed ratio of one program's keys to the average. The rest of the GPU waits for that program.
 MOST_SKEW = 2.5
 
 
@@ -238,7 +244,7 @@ def test_no_batch_is_skewed(best: dict[str, roofline.Plan]) -> None:
 
 
 def test_one_long_sequence_among_short_ones_is_cut_in_parts() -> None:
-    """63 x 16 and 2048 blocks of 64 keys, for 132 programs a KV head: 24 each at most."""
+    """63 sequences of 16 blocks and one of 2048 (of 64 keys) share 132 programs per KV head: 24 blocks at most each."""
     case = catalogue.find("decode_63x1k_1x128k")
     step = next(roofline.steps(case, "triton", HOPPER))
     assert dict(step.programs) == {(16.0, 0.0): 63 * 8, (24.0, 0.0): 85 * 8, (8.0, 0.0): 8}
@@ -255,7 +261,7 @@ def test_rows_that_the_cache_has_lost_come_again() -> None:
     case = catalogue.find("mla_prefill_h128_128k")
     (step,) = roofline.steps(case, "cuda", HOPPER)
     rows = 128 * K * 1152
-    read = 4 * K * 2 * K * 1152  # by one of the two programs of each token
+    read = 4 * K * 2 * K * 1152  # bytes read by one of each token's two programs
     assert step.work.keys == 2 * read
     assert step.fetched == pytest.approx(case.needed_bytes() + (read - rows) * (1 - H200.cache_size / rows))
     (step,) = roofline.steps(catalogue.find("mla_prefill_h128_8k"), "cuda", HOPPER)

@@ -1,4 +1,4 @@
-"""Kernels that round softmax weights to 16 bits are right where that is allowed, and coarser ones are not."""
+"""Kernels that round softmax weights to 16 bits pass if that is allowed. Coarser rounding fails."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import verdict_of
 
 CHECKS = {str(check): check for check in checks()}
-# Checks of each family that weights of two bits fewer fail, whatever is allowed.
+# Checks of each family that fail with weights of two bits fewer, even if rounding is allowed.
 TELLING = (
     "corner: attention, head_dim 512",
     "corner: attention, e4m3 queries, 8-bit cache",
@@ -29,7 +29,7 @@ TELLING = (
     "corner: sparse gradient, 576/512, 40 heads",
     "corner: strides of 0, attention",
 )
-# Checks that fail by correctly rounded weights alone.
+# Checks that fail with correctly rounded weights, unless rounding is allowed.
 CANCELLING = (
     "corner: attention, GQA ratio 3",
     "corner: attention, head_dim 512",
@@ -42,7 +42,7 @@ KINDS = ("agreement: ", "law: ")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundingRunner(Runner):
-    """The reference with weights rounded to some bits fewer than the batch's dtype has."""
+    """The reference backend, with softmax weights rounded to the batch's dtype less `fewer_bits` bits."""
 
     framework: str = "torch"
     backend: str = "reference"
@@ -57,7 +57,7 @@ class RoundingRunner(Runner):
             return self._rounded(weights, batch.dtype) @ values / total[:, None], m_i, lse
 
         with contextlib.ExitStack() as stack:
-            for module in (ragged_paged_attention, sparse_mla_prefill):  # the others call these two
+            for module in (ragged_paged_attention, sparse_mla_prefill):  # the other operations call these two
                 stack.enter_context(mock.patch.object(module, "softmax", rounding))
             return super()._call(operation, batch, options, **extra)
 

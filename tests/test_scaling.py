@@ -1,4 +1,4 @@
-"""The plans over many devices: docs/scaling.md has what `benchmarks/scaling.py` says, and that is sound."""
+"""The plans for many devices: docs/scaling.md is the current output of `benchmarks/scaling.py`, which is plausible."""
 
 from pathlib import Path
 

@@ -1,7 +1,8 @@
-"""Lists of blocks of keys against other definitions of sparse attention over keys per head.
+"""Attention over lists of selected blocks agrees with two other formulations of block-sparse attention.
 
-Two of them, in words of our own: every query gathers the keys of the blocks that it names, as the naive forms of native
-sparse attention do, and a dense mask in which a block is on or off, as FlashInfer has MiniMax's sparse attention.
+Both are reimplemented here. In one, each query gathers the keys of its blocks, as in naive implementations of native
+sparse attention. The other is a dense mask in which each block is on or off, as in FlashInfer's sparse attention for
+MiniMax.
 """
 
 import math
@@ -24,11 +25,17 @@ SIZES = [2**power for power in range(MAX_BLOCK_SIZE.bit_length())]
 BACKENDS = ("reference", "eager", "numba", "triton")
 WITH_GRADIENT = ("reference", "eager")
 KV_HEADS, GROUP, WIDTH = 2, 3, 16
-LENS = ((1, 530), (70, 300), (5, 5), (3, 0), (4, 2))  # (q_len, kv_len): a decode, a chunk, a prompt, none and few keys
+LENS = (
+    (1, 530),
+    (70, 300),
+    (5, 5),
+    (3, 0),
+    (4, 2),
+)  # (q_len, kv_len): decode, chunk, prompt, no keys, fewer keys than queries
 
 
 def random_lists(rng: np.random.Generator, heads: int, size: int, length: int = 6) -> Any:
-    """Lists with duplicates, -1 and integers without sense, of which most name blocks."""
+    """Lists [T, heads, length] in which most entries name blocks; the others are duplicates, -1 or out of range."""
     tokens = sum(q_len for q_len, _ in LENS)
     named = rng.integers(0, max(600 // size, 1) + 1, (tokens, heads, length))
     named[..., -1] = named[..., 0]
@@ -37,7 +44,7 @@ def random_lists(rng: np.random.Generator, heads: int, size: int, length: int = 
 
 
 def by_gathering(q: Any, k: Any, v: Any, lists: Any, size: int, causal: bool) -> tuple[Any, Any]:
-    """Of one sequence: a query reads the keys of its blocks one after another, each block once, up to its position."""
+    """Out and lse of one sequence: each query gathers the keys of its distinct blocks, if causal up to its position."""
     q_len, heads, width = q.shape
     kv_len = len(k)
     out = q.new_zeros(q_len, heads, v.shape[-1])
@@ -57,7 +64,7 @@ def by_gathering(q: Any, k: Any, v: Any, lists: Any, size: int, causal: bool) ->
 
 
 def by_mask(q: Any, k: Any, v: Any, lists: Any, size: int, causal: bool) -> tuple[Any, Any]:
-    """Of one sequence: a dense mask, in which the blocks that a list names are on."""
+    """Out and lse of one sequence, by a dense mask that is on for the blocks in a query's list."""
     q_len, kv_len = len(q), len(k)
     block = torch.arange(kv_len) // size
     on = (lists.long()[..., None] == block).any(2).transpose(0, 1)  # [K or 1, q_len, kv_len]
@@ -73,7 +80,7 @@ def by_mask(q: Any, k: Any, v: Any, lists: Any, size: int, causal: bool) -> tupl
 
 
 def sequences(dtype: Any = torch.float64) -> tuple[list[Any], Any, Any]:
-    """Queries, keys and values of each sequence, and the prefix sums of their lengths."""
+    """The queries, keys and values of each sequence, and cu_q_lens and cu_kv_lens."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Any:
@@ -88,7 +95,7 @@ def sequences(dtype: Any = torch.float64) -> tuple[list[Any], Any, Any]:
 
 
 def definition(made: list[Any], lists: Any, size: int, causal: bool, form: Any = by_mask) -> tuple[Any, Any]:
-    """Out and lse of all sequences, by one of the definitions."""
+    """Out and lse of all sequences by one formulation, `by_mask` or `by_gathering`."""
     ends = np.cumsum([len(q) for q, _, _ in made])
     found = [
         form(q.double(), k.double(), v.double(), lists[end - len(q) : end], size, causal)
@@ -109,7 +116,7 @@ def test_both_definitions_say_the_same(size: int) -> None:
 
 
 def paged(made: list[Any], size: int) -> dict[str, Any]:
-    """The sequences over pages of a size, each NaN where no sequence has a key."""
+    """Arguments with the sequences' keys in pages of `size`, which are NaN where no sequence has a key."""
     counts = [-(-len(k) // size) for _, k, _ in made]
     order, starts = np.random.default_rng(1).permutation(sum(counts)), np.cumsum([0, *counts])
     table = torch.zeros(len(made), max(counts), dtype=torch.int32)
@@ -144,7 +151,7 @@ def test_ragged_paged_attention_is_the_definition(size: int, backend: str) -> No
 @pytest.mark.parametrize("backend", WITH_GRADIENT)
 @pytest.mark.parametrize("size", SIZES)
 def test_varlen_attention_and_its_gradient_are_the_definition(size: int, backend: str) -> None:
-    """The gradient is that which torch finds through the dense mask."""
+    """Results equal those of the dense mask, and the gradient equals torch's gradient through that mask."""
     made, *edges = sequences(torch.float64)
     for heads, causal in ((KV_HEADS, True), (1, False)):
         lists = random_lists(np.random.default_rng(size), heads, size)

@@ -1,4 +1,4 @@
-"""The example that serves requests in jax: its tokens, over one and eight devices, and faults that have to show."""
+"""The jax serving example gives the right tokens on one and on eight devices, and detects planted faults."""
 
 import os
 import runpy
@@ -24,8 +24,8 @@ def main() -> Callable[..., int]:
     return runpy.run_path(str(SCRIPT))["main"]
 
 
-def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """A process of its own, whose jax has not looked for devices."""
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a separate process, in which jax has not initialised its devices yet."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_TO_COMPILE}
     return subprocess.run(
         [sys.executable, "-W", "error", *arguments], capture_output=True, text=True, cwd=ROOT, env=environment
@@ -34,7 +34,7 @@ def apart(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_tokens_are_those_of_one_device_and_of_a_dense_pass(devices):
-    done = apart(str(SCRIPT), "--devices", str(devices), *SHORT, "--backend", "xla")
+    done = run_python(str(SCRIPT), "--devices", str(devices), *SHORT, "--backend", "xla")
     assert done.returncode == 0, done.stdout + done.stderr
     *runs, check = done.stdout.splitlines(keepends=True)
     assert check == HOLDS
@@ -59,7 +59,7 @@ def test_sequences_join_and_leave_and_steps_are_mixed(main, capsys, monkeypatch)
     requests = {id(request): request for chunks in seen for request, _ in chunks}.values()
     assert len({token for request in requests for token in request.generated}) > 10
     pages = [page for request in requests for page in request.pages]
-    assert len(set(pages)) < len(pages)  # a page has more than one owner in its time
+    assert len(set(pages)) < len(pages)  # some pages are reused by a second request
 
 
 def test_a_wrong_page_table_shows(main, capsys, monkeypatch):
@@ -84,7 +84,7 @@ def test_pages_that_are_not_donated_show(main, capsys, monkeypatch):
 
 
 def test_a_sum_that_leaves_devices_out_shows():
-    done = apart("-m", "tests.programs.serve_jax_without_sum")
+    done = run_python("-m", "tests.programs.serve_jax_without_sum")
     assert done.returncode == 1, done.stderr
     assert "as on one device: NO, as a dense forward pass: NO" in done.stdout
 
@@ -96,7 +96,7 @@ def test_a_sum_that_leaves_devices_out_shows():
     (["--devices", "8"], "expected --devices of at most 1, which is what jax has here, got 8"),
 ], ids=lambda value: " ".join(value) if isinstance(value, list) else "")  # fmt: skip
 def test_what_the_command_refuses(main, capsys, monkeypatch, wrong, message):
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # to be as it was afterwards
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # restores the variable after the test
     monkeypatch.setattr(jax, "devices", lambda: [None])
     with pytest.raises(SystemExit):
         main(wrong)

@@ -1,5 +1,7 @@
-"""The smallest and the largest caps on logits: what the definition gives, though an input over the cap overflows or
-is subnormal, which some devices take for 0."""
+"""The smallest and the largest soft caps give the reference results.
+
+Logits divided by a tiny cap overflow, and divided by a huge cap they are subnormal, which some devices flush to 0.
+"""
 
 import importlib
 import importlib.util
@@ -10,10 +12,10 @@ import pytest
 
 from ragged_attention.testing import tpu_interpreter
 
-TINY = float(np.finfo(np.float32).tiny)  # smaller ones count as 0 on devices without subnormal numbers
-LARGEST = float(np.finfo(np.float32).max)  # "no cap", to many
+TINY = float(np.finfo(np.float32).tiny)  # devices without subnormal numbers treat smaller values as 0
+LARGEST = float(np.finfo(np.float32).max)  # many callers use this to mean "no cap"
 HUGE = 1e36
-# Of queries and of keys, and the cap: logits of any size under it, that see next to nothing of it, or that reach it.
+# (size of queries, size of keys, cap). Logits are far above the cap, far below it, or reach it.
 SIZES = {"a tiny cap": (100, 100, TINY), "no cap": (1, 1, LARGEST), "huge logits": (1e18, 1e18, HUGE),
          "the largest of both": (1e18, 2e19, LARGEST)}  # fmt: skip
 ROWS = np.random.default_rng(0).standard_normal((4, 6, 2, 16)).astype(np.float32)
@@ -23,12 +25,12 @@ TABLE, KV_LENS, EDGES = np.array([[1, 0]], np.int32), np.array([6], np.int32), n
 def rows_of(case: str) -> tuple[np.ndarray, ...]:
     q_size, k_size, _ = SIZES[case]
     q, k = (ROWS[:2].astype(np.float64) * [[[[q_size]]], [[[k_size]]]]).astype(np.float32)
-    k[2] = 0  # logits of 0, which are not to be multiplied by infinity
+    k[2] = 0  # gives logits of 0, which must not be multiplied by infinity
     return q, k, ROWS[2], ROWS[3]
 
 
 def pages(case: str, heads_first: bool) -> tuple[np.ndarray, ...]:
-    """K and V as two pages of four positions, of which the table lists the second one first."""
+    """K and V as two pages of four positions. The page table lists the second page first."""
     whole = np.zeros((2, 8, 2, 16), np.float32)
     whole[:, :6] = rows_of(case)[1:3]
     split = whole.reshape(2, 2, 4, 2, 16)[:, ::-1]
@@ -58,7 +60,7 @@ def arguments_of(operation: str, case: str) -> dict[str, Any]:
 
 
 def front_of(framework: str) -> tuple[Any, Any]:
-    """A front end, and what makes an array of its own of NumPy's."""
+    """A framework's front end, and the function that converts NumPy arrays to its arrays."""
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     front = importlib.import_module(f"ragged_attention.{framework}")
@@ -101,7 +103,9 @@ def test_a_cap_gives_what_the_definition_gives(framework: str, backend: str, ope
     expect(results(framework, backend, operation, case), results(framework, "reference", operation, case))
 
 
-@pytest.mark.parametrize("case", ["a tiny cap", "no cap"])  # the formula is that of XLA, where all cases run
+@pytest.mark.parametrize(
+    "case", ["a tiny cap", "no cap"]
+)  # the formula is that of the xla backend, for which all cases run
 @pytest.mark.parametrize("operation", [each for each in OPERATIONS if each != "varlen_attention"])
 def test_a_cap_in_the_kernels_for_tpus(operation: str, case: str) -> None:
     pytest.importorskip("jax")
@@ -111,10 +115,10 @@ def test_a_cap_in_the_kernels_for_tpus(operation: str, case: str) -> None:
     expect(found, expected)
 
 
-@pytest.mark.parametrize("case", ["a tiny cap", "no cap"])  # of larger logits the weights are lost to rounding
+@pytest.mark.parametrize("case", ["a tiny cap", "no cap"])  # with larger logits, rounding makes the weights meaningless
 @pytest.mark.parametrize(("framework", "backend"), BACKENDS[:-1])
 def test_the_gradient_under_a_cap(framework: str, backend: str, case: str) -> None:
-    """Under a tiny cap nearly all weights are equal, and logits at the cap have no slope."""
+    """Gradients equal the reference. Under a tiny cap weights are nearly equal, and logits at the cap have no slope."""
     front, bring = front_of(framework)
     pytest.importorskip(backend if backend in ("numba", "triton") else framework)
     q, k, v, d_out = map(bring, rows_of(case))

@@ -1,7 +1,8 @@
-"""The recipes that run other projects' tests of sparse attention, on checkouts made here: theirs are not ours to keep.
+"""The recipes that run other projects' tests of sparse attention work on imitation checkouts.
 
-A made checkout has the modules whose functions a recipe replaces, each of which fails if it is called, and tests by the
-names that the recipe runs. They hold the functions put in place to definitions in words of our own.
+The projects' real tests are not copied into this repository. An imitation checkout has the modules whose functions a
+recipe replaces; each original function fails if it is called. It also has tests with the names that the recipe runs,
+which compare the replaced functions with independent implementations.
 """
 
 import os
@@ -267,11 +268,11 @@ FILES: Mapping[str, Mapping[str, str]] = {
         "tests/models/qwen4_exp/test_qsa_reference.py": QSA,
     },
 }
-PASSED = {"aiter": (2, 1), "fla": (5, 0), "minimax_m3": (5, 1), "qsa": (2, 0)}  # and unsupported
+PASSED = {"aiter": (2, 1), "fla": (5, 0), "minimax_m3": (5, 1), "qsa": (2, 0)}  # (passed, unsupported)
 
 
 def outcome(suite: str, files: Mapping[str, str], checkout: Path) -> tuple[int, str]:
-    """What the recipe makes of a checkout with these files: its exit code and what it says."""
+    """The exit code and the output of a recipe, run on a checkout with these files."""
     for name, text in files.items():
         path = checkout / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""The suite passes right kernels of others: plain Triton that rounds by `.to`, by `tl.store` and in `tl.dot`."""
+"""The suite passes other people's correct kernels: plain Triton that rounds by `.to`, `tl.store` and `tl.dot`."""
 
 import os
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ pytest.importorskip("triton")
 
 LENS = ((1, 40), (5, 9), (1, 33), (3, 3), (1, 0))
 HEADS: dict[str, Any] = {"num_kv_heads": 2, "group": 3, "head_dim": 40}
-FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # the check, the structure, and its fields
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {  # (check, spec class, its fields) by operation
     "ragged_paged_attention": (check_attention, Spec, {"lens": LENS, "poison": "nan", **HEADS}),
     "mla_decode": (check_decode, DecodeSpec, {"kv_lens": (40, 5, 0, 33), "q_tokens": 2, "heads": 20, "topk": 0}),
     "varlen_attention": (check_varlen, VarlenSpec, {"lens": LENS, "causal": True, "kv_heads": 2, "group": 3, "d": 40}),
@@ -40,7 +40,7 @@ def forget() -> None:
 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
-    """The backend of that name, announced as pip announces an installed one."""
+    """The backend `stranger`, registered through an entry point, as if pip had installed its package."""
     info = tmp_path / "stranger-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")

@@ -1,4 +1,4 @@
-"""The shipped test tools are themselves held to what they say."""
+"""The shipped test tools do what their documentation says."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ def test_the_bound_is_the_contracts(kind: str) -> None:
     absolute, relative = BOUNDS[kind]
     want = np.linspace(-3, 3, 7)
     inside, outside = (want + np.sign(want + 0.1) * (absolute + relative * np.abs(want)) * f for f in (0.99, 1.01))
-    if kind in ("float16", "bfloat16"):  # all elements off by that much would be off in direction too
+    if kind in ("float16", "bfloat16"):  # if all elements had that error, the direction would be wrong too
         inside, outside = (np.where(np.arange(7) == 3, changed, want) for changed in (inside, outside))
     assert agrees(inside, want, kind)
     with pytest.raises(AssertionError, match=r"out\[\d\]: expected .* within .*, got .*, 1.01 times the bound"):
@@ -120,7 +120,9 @@ def test_shapes_and_bits_are_compared_too() -> None:
 @pytest.mark.parametrize("kind", EITHER)
 def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
     absolute, relative, _ = EITHER[kind]
-    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)  # so many that one of them hardly turns the direction
+    want = np.array(
+        [3.0, 1e-9, 50.0] + [40.0] * 1000
+    )  # with so many elements, an error in one hardly changes the direction
     for index, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
         inside, outside = (want + np.where(np.arange(len(want)) == index, error * f, 0) for f in (0.99, 1.01))
         assert agrees(inside, want, kind)
@@ -135,7 +137,7 @@ def test_latent_attention_is_held_to_a_direction(kind: str) -> None:
     bound = EITHER[kind][2]
     want = np.ones(1000)
     near, far = (want + np.where(np.arange(1000) % 2, 1, -1) * np.sqrt(2 * bound * f) for f in (0.98, 1.05))
-    if np.sqrt(2 * bound) < EITHER[kind][1]:  # or the other bound is the tighter one
+    if np.sqrt(2 * bound) < EITHER[kind][1]:  # otherwise the other bound is tighter
         assert agrees(near, want, kind)
         with pytest.raises(AssertionError, match=f"expected a cosine difference <= {bound:g}, got"):
             agrees(far, want, kind)
@@ -156,7 +158,7 @@ def test_the_latent_bounds_are_the_contracts() -> None:
 
 @pytest.mark.parametrize("kind", OF_FEW)
 def test_few_rows_may_have_roundings_of_one_sign(kind: str) -> None:
-    """And no more: 2^-7 of a vector's length, of as many rows as are not 0."""
+    """Few rows get a wider bound, 2^-7 of a vector's length. Only rows that are not 0 count."""
     for rows, bound in ((MANY - 1, 2.0**-15), (MANY, 7e-6)):
         want = np.zeros((rows + 5, 2, 3))
         want[:rows, 1] = 1
@@ -203,7 +205,7 @@ def test_poison_is_poisonous(dtype: str, kind: str) -> None:
 @settings(max_examples=50, deadline=None, database=None, derandomize=True)
 @given(specs())
 def test_a_spec_makes_the_same_valid_batch_again(spec: Spec) -> None:
-    batch, again = spec.build(), eval(repr(spec)).build()  # what a failure prints is a program
+    batch, again = spec.build(), eval(repr(spec)).build()  # a failure prints a spec that Python can evaluate
     for name, value in batch.arguments().items():
         parts = zip(pages_of(value), pages_of(again.arguments()[name]), strict=True) if name == "kv_pages" else ()
         for one, other in parts or [(value, again.arguments()[name])]:
@@ -225,8 +227,8 @@ def test_poison_is_everywhere_but_where_it_is_read() -> None:
 
 
 def test_poison_is_where_no_query_of_the_kv_head_reads() -> None:
-    """A key that one KV head's lists name and another's do not is poisoned for the second alone."""
-    lists = np.array([[[0], [2]], [[-1], [2]]], np.int32)  # of two queries and two KV heads
+    """A key that is listed for one KV head and not for another is poisoned for the latter only."""
+    lists = np.array([[[0], [2]], [[-1], [2]]], np.int32)  # for two queries and two KV heads
     spec = Spec(lens=((2, 11),), num_kv_heads=2, group=2)
     for batch in (spec.build(), dataclasses.replace(spec, combined=False).build()):
         batch = batch.change(selected=lists, block_size=4)
@@ -359,7 +361,7 @@ def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
 
 
 class FewOptions(Runner):
-    """Takes one option, of which the device has room for small values only; what is chosen unasked may be too large."""
+    """A runner whose device fits only num_splits of 1. If `fits` is false, even the default tile is too large."""
 
     fits: bool = True
 
@@ -390,7 +392,7 @@ def test_a_path_that_does_not_fit_is_left_out() -> None:
     object.__setattr__(runner, "fits", False)
     with pytest.raises(Declined, match="fit this device"):
         every_path(runner, 1)
-    with pytest.raises(TooLarge):  # for nobody asked for it
+    with pytest.raises(TooLarge):  # the caller requested no option
         check(runner, batch, {})
 
 
@@ -489,7 +491,7 @@ def test_runners_know_what_is_absent() -> None:
 
 
 def test_a_backend_need_not_attend_to_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that offers nothing but a merge is present, and its merge is judged."""
+    """A backend that offers only `merge_attention_states` counts as present, and its merge is judged."""
     room = types.ModuleType("merging_room")
     room.__path__ = []  # type: ignore[attr-defined]
     room.__spec__ = ModuleSpec("merging_room", None, is_package=True)
@@ -525,7 +527,7 @@ def test_the_command_has_a_line_for_each_reason_to_decline(capsys: pytest.Captur
     pytest.importorskip("numba")
     pytest.importorskip("torch")
     arguments = ["--backend", "numba", "--framework", "torch", "--only", "decode schedule, "]
-    assert conformance.main(arguments) == 2  # nothing could be judged
+    assert conformance.main(arguments) == 2  # all checks were declined
     printed = " ".join(re.sub("[│ \n]+", " ", capsys.readouterr().out).split())
     assert re.search(r"11 checks: numba: does not offer [0-9. ]*declined make_decode_schedule", printed)
     assert "0 passed, 11 declined, 0 FAILED" in printed
@@ -559,7 +561,7 @@ SUITE = ("--pyargs", "ragged_attention.testing")
 
 
 def run_pytest(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The shipped suite under pytest, from a directory of somebody else's."""
+    """Run pytest from a directory outside this repository."""
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *arguments]
     return subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
 
@@ -601,7 +603,7 @@ def test_a_module_can_be_imported_before_all_others(module: str) -> None:
 
 
 def test_no_name_of_the_package_is_that_of_one_of_its_modules() -> None:
-    """A module that is imported becomes an attribute of its package, in front of what is loaded on demand."""
+    """No module has a lazily loaded name: an imported module becomes a package attribute, and would hide that name."""
     import pkgutil
 
     import ragged_attention.testing

@@ -1,4 +1,4 @@
-"""The covering part keeps to its budget and leaves out no group; it and the rest are together everything."""
+"""The covering tier keeps to its time budget and leaves out no group. Together with the rest it has all tests."""
 
 import json
 import zlib

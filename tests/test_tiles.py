@@ -1,4 +1,4 @@
-"""The tiles that GPUs get, which heuristics do not choose on a CPU, give the same results, as interpreted here."""
+"""GPU tiles, which the heuristics do not choose on a CPU, give the right results in Triton's interpreter."""
 
 import dataclasses
 import importlib
@@ -13,8 +13,8 @@ from ragged_attention.tools.samples import device_of
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
-HALF = {"dtype": "float16"}  # so that no weight is multiplied twice, and no tile is all edge
-# Cases, what they are changed to, how many keys of theirs take each loop of a kernel some turns, and for which GPU.
+HALF = {"dtype": "float16"}  # float16 weights have one term, so tiles have unmasked blocks
+# (case, its changes, a number of keys that gives each loop of a kernel some iterations, the GPU's architecture)
 CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("prefill_4k", HALF, 300, "sm_90"),
     ("prefill_4k", {}, 200, "sm_90"),

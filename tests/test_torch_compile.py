@@ -1,4 +1,4 @@
-"""Every operation of the torch front end under `torch.compile`: one graph, and the bits of the plain call."""
+"""Every operation of the torch front end compiles into one graph with `torch.compile`, and gives identical bits."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ragged_attention.calls import CALLS
 from tests.arrays import ints
 from tests.test_features import CALLS_WITH, arguments_of
 
-# `make_decode_schedule` takes other arguments than its record.
+# The arguments of `make_decode_schedule`, which differ from those of its record.
 SHAPES = {"batch_size": 2, "num_q_tokens": 2, "num_q_heads": 4, "num_kv_heads": 1, "num_parts": 3, "overhead": 2}
 LISTS = {"topk": 8, "topk_lens": ints(3, 9), "extra_topk": 4, "extra_topk_lens": ints([1, 2], [0, 5])}
 SCHEDULES: list[dict[str, Any]] = [SHAPES | {"kv_lens": ints(100, 7)}, SHAPES | LISTS | {"kv_lens": None}]
@@ -27,14 +27,16 @@ EACH = [("make_decode_schedule", index, False) for index in range(len(SCHEDULES)
 
 
 def on_torch(operation: str, index: int) -> dict[str, Any]:
-    """A call's arguments on fresh tensors, for some operations write theirs."""
+    """A call's arguments on new tensors, because some operations write to their arguments."""
     given = SCHEDULES[index] if operation == "make_decode_schedule" else arguments_of(operation, index)
-    given = {name: value for name, value in given.items() if name != "schedule"}  # which is torch's own to make
+    given = {
+        name: value for name, value in given.items() if name != "schedule"
+    }  # schedules are made by the torch front end
     return _pytree.tree_map(lambda value: torch.tensor(value) if isinstance(value, np.ndarray) else value, given)
 
 
 def bits(values: Any) -> list[Any]:
-    """The bytes of all tensors, with their shapes and dtypes."""
+    """The shape, dtype and bytes of each tensor."""
     leaves = [leaf for leaf in _pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     return [(leaf.shape, leaf.dtype, leaf.contiguous().view(torch.uint8).tolist()) for leaf in leaves]
 
@@ -62,7 +64,10 @@ def test_compiled_calls_have_the_bits_of_plain_ones(operation: str, index: int, 
 
 @pytest.mark.parametrize(("operation", "index"), [(operation, index) for operation, index, into in EACH if not into])
 def test_numbers_and_sizes_may_be_left_open(operation: str, index: int) -> None:
-    """As `dynamic=True` leaves them, and every compiled function at the second value it sees, such as a layer's."""
+    """Numbers and sizes may be symbolic.
+
+    `dynamic=True` makes them so, and so does a compiled function's second call with another value, such as a layer's.
+    """
 
     def call(given: dict[str, Any]) -> Any:
         return getattr(rt, operation)(**given, backend="eager")

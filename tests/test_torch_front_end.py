@@ -1,4 +1,4 @@
-"""The torch front end as torch itself sees it: operators, fake tensors, compilation, gradients, plans."""
+"""The torch front end through torch's own machinery: operators, fake tensors, compilation, gradients, plans."""
 
 import warnings
 from typing import Any
@@ -19,7 +19,7 @@ NUM_PAGES, PAGE_SIZE, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM = 12, 4, 4, 2, 16
 
 
 def batch(dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None) -> dict[str, Any]:
-    """Prefill, decode and one padding row."""
+    """Arguments of an attention call: a prefill, a decode and one padding row."""
     random = torch.Generator().manual_seed(0)
     pages = torch.randn(NUM_PAGES, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM, generator=random)
     return {
@@ -39,7 +39,7 @@ def test_attention_passes_opcheck(cache: torch.dtype | None, return_lse: bool) -
     arguments = operator_arguments("ragged_paged_attention", **batch(cache=cache), **given)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if cache == torch.float8_e4m3fn:
-        checks.remove("test_schema")  # it does arithmetic on its inputs, which torch has not for this dtype
+        checks.remove("test_schema")  # it computes on its inputs, and torch has no arithmetic for this dtype
     torch.library.opcheck(torch.ops.ragged_attention.ragged_paged_attention.default, arguments, test_utils=checks)
 
 
@@ -78,7 +78,7 @@ def test_a_whole_step_compiles_into_one_graph(compiler: str, num_seqs: Any) -> N
     k = torch.randn(6, NUM_KV_HEADS, HEAD_DIM)
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         compiled = torch.compile(engine_step, fullgraph=True, backend=compiler)
         plain_pages, compiled_pages = inputs["kv_pages"].clone(), inputs["kv_pages"].clone()
         tables = (inputs["kv_lens"], inputs["page_indices"], inputs["cu_q_lens"], num_seqs)
@@ -232,7 +232,7 @@ def test_the_number_of_plans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(_plan._plans) <= 3
 
 
-# ---- what torch does around an operation
+# ---- torch's features around operations
 
 
 def latent_cache_call(**changes: Any) -> dict[str, Any]:
@@ -293,7 +293,7 @@ def test_numpys_integers_count() -> None:
 @pytest.mark.parametrize("backend", ["numba", "eager", "triton", "reference"])
 @pytest.mark.parametrize("size", [0, 4])
 def test_a_tensor_without_its_memory_is_refused(backend: str, size: int) -> None:
-    """Its storage was resized, as by what frees parameters between layers."""
+    """A tensor whose storage was resized is refused. Libraries that free parameters between layers do this."""
     names = ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens", "out")
     for name in names:
         given: dict[str, Any] = {
@@ -322,7 +322,7 @@ def test_tensors_without_entries_need_no_memory() -> None:
 
 
 class Seen(TorchDispatchMode):
-    """Notes the operators of this package that torch dispatches."""
+    """A mode that records the names of this package's operators that torch dispatches."""
 
     def __init__(self) -> None:
         super().__init__()

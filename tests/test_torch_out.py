@@ -1,4 +1,4 @@
-"""`out=` of torch's operations: the caller's memory is written, whatever it is like, and nothing else changes."""
+"""`out=` of the torch operations is written, whatever its strides, and nothing else changes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ from tests.tensors import ints, normal  # noqa: E402
 
 Tensor = Any
 
-DIRECT = ("numba", "triton")  # backends that write a packed `out` themselves
+DIRECT = ("numba", "triton")  # backends that write a packed `out` directly
 BACKENDS = ("reference", "eager", *DIRECT)
 HEADS_FIRST = {"k_pages": normal(2, 5, 4, 16), "v_pages": normal(2, 5, 4, 16)}
 ARGUMENTS: dict[str, dict[str, Any]] = {

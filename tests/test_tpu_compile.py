@@ -1,4 +1,4 @@
-"""What reads the TPU compiler's dumps and writes the table of them; the compiler itself is not needed."""
+"""The code that reads the TPU compiler's dumps and writes their table. These tests do not need the compiler."""
 
 import re
 from pathlib import Path

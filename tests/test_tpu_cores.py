@@ -1,4 +1,4 @@
-"""What several cores do together: a chip of two of them, simulated, and heads sharded over eight simulated devices."""
+"""Several cores give the right results together: a simulated chip with two cores, and heads sharded over 8 devices."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from ragged_attention.testing import tpu_interpreter as interpreter
 from tests import two_cores
 
 DEV = examples_of() == PROFILES["dev"]
-# Of each operation whose kernels share their work between cores, a batch that has enough of it.
+# For each operation whose kernels share work between cores, a batch with enough work.
 SHARED = (
     "corner: attention, every edge at once",
     "corner: chunked prefill, a partial chunk",
@@ -26,7 +26,7 @@ SHARED = (
     "corner: indexer top-k, exact, every edge at once",
     *(() if DEV else ("corner: attention, speculative",)),
 )
-MODES = list(interpreter.MODES)[: 1 if DEV else None]  # races are looked for in the first
+MODES = list(interpreter.MODES)[: 1 if DEV else None]  # the first mode detects races
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -44,7 +44,7 @@ def test_two_cores_agree_with_the_definition(mode: str) -> None:
 
 
 def sharded(how: str) -> dict[str, Any]:
-    """What `tests.sharded` prints."""
+    """The JSON that `tests.sharded` prints for a mode of computation."""
     command = [sys.executable, "-m", "tests.sharded", how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -56,7 +56,7 @@ def test_sharded_heads_give_the_unsharded_result(how: str) -> None:
     found = sharded(how)
     assert found["devices"] == 8
     assert found["difference"] <= 2e-6
-    assert found["same"] or how == "xla"  # which may choose other loops for other numbers of heads
+    assert found["same"] or how == "xla"  # XLA may choose other loops for another number of heads
 
 
 def test_explicit_axes_are_refused_with_what_works_instead() -> None:

@@ -1,4 +1,4 @@
-"""jax's interpreter of TPU kernels converts and multiplies as a TPU does: to the nearest, in every format."""
+"""jax's interpreter of TPU kernels rounds to the nearest in every format, in conversions and products, as TPUs do."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ INTEGERS = (np.int8, np.int32)
 
 
 def edges(dtype: Any) -> np.ndarray[Any, Any]:
-    """Values of a dtype as float32, the ties between them, and the float32 neighbours of each."""
+    """The values of a dtype as float32, the ties between them, and the float32 neighbours of all of these."""
     size = np.dtype(dtype).itemsize
     every = np.arange(1 << (8 * size)).astype(f"u{size}").view(dtype).astype(np.float32)
     every = np.unique(every[np.isfinite(every)])[:: 61 if size == 2 else 1]
@@ -56,7 +56,9 @@ def test_conversions_round_to_the_nearest_and_integers_saturate(mode: str) -> No
         for got, dtype in zip(found[len(FLOATS) :], INTEGERS, strict=False):
             whole = np.clip(np.trunc(np.nan_to_num(x.astype(np.float64))), *((i := np.iinfo(dtype)).min, i.max))
             np.testing.assert_array_equal(got, whole.astype(dtype))
-        for got, want in zip(found[-len(FLOATS) :], narrow, strict=True):  # rounded even if widened at once
+        for got, want in zip(
+            found[-len(FLOATS) :], narrow, strict=True
+        ):  # rounded to the dtype, even if it is widened right away
             np.testing.assert_array_equal(got, want)
 
 

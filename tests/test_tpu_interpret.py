@@ -1,7 +1,7 @@
-"""The Pallas kernels against the definition, in the interpreter, in both of its modes, in processes of their own.
+"""The Pallas kernels agree with the reference in both modes of the interpreter, which runs in separate processes.
 
-A few checks of each operation, one of each kind in the mode in which races are looked for and another of every third
-kind in the other, stand for all of them, which take hours. What the judge itself is worth is shown on planted kernels.
+All checks would take hours, so a few represent them: one of each kind in the mode that detects races, and one of every
+third kind in the other mode. Kernels with planted faults show that the checks detect faults.
 """
 
 import collections
@@ -26,14 +26,14 @@ from tests import planted_pallas as planting
 
 ROOM = Path(__file__).parent.parent / "kernels_pallas"
 OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(CALLS))
-PIECE = 8  # checks
+PIECE = 8  # checks per piece
 DECLINED = re.compile(r"fp8_v4\b|, page\b|drafted")  # formats and masks that the kernels decline
 EXAMPLES = 2 if examples_of() == PROFILES["dev"] else examples_of() // 20
 
 
 @functools.cache
 def checks_by_operation() -> dict[str, dict[str, list[Check]]]:
-    """The checks of each operation by kind. To ask a check takes about as long as to run it on the reference."""
+    """The checks of each operation by kind. Finding a check's operation takes about as long as a reference run."""
     found: dict[str, dict[str, list[Check]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for check in interpreter.checks():
         if operation := interpreter.operation_of(check):
@@ -45,8 +45,8 @@ def checks_of(operation: str) -> dict[str, list[Check]]:
     return checks_by_operation()[operation]
 
 
-def some_of(operation: str, mode: str) -> list[str]:
-    """The names of checks that stand for all of an operation's."""
+def representatives(operation: str, mode: str) -> list[str]:
+    """The names of the checks that represent all checks of an operation."""
     kinds = [[check for check in group if not DECLINED.search(str(check))] for group in checks_of(operation).values()]
     kinds = [group for group in kinds if group]
     share, every = {"on_wait": (0.25, 1), "eager": (0.75, 3)}[mode]
@@ -54,20 +54,20 @@ def some_of(operation: str, mode: str) -> list[str]:
 
 
 def pieces() -> list[list[str]]:
-    """The names of all checks, in lists of which each takes minutes."""
+    """The names of all checks, in pieces that each take minutes."""
     names = [str(check) for check in interpreter.checks()]
     return [names[first : first + PIECE] for first in range(0, len(names), PIECE)]
 
 
 def expect_agreement(names: list[str], mode: str) -> int:
-    """Run checks; returns how many batches the kernels took."""
+    """Run checks, all of which must pass; returns the number of batches that the kernels took."""
     wrong, taken = [], 0
     for verdict in interpreter.judged("pallas", names, mode=mode, examples=EXAMPLES):
         taken += verdict.taken
-        ANSWERED.update((name, "pallas") for name in verdict.answered)  # in a process of its own
+        ANSWERED.update((name, "pallas") for name in verdict.answered)  # the checks ran in another process
         if verdict.result == "FAILED":
             wrong.append(f"{verdict.check}: {verdict.message}")
-        if verdict.hung:  # so may the others be
+        if verdict.hung:  # the other checks may hang too
             break
     assert not wrong, "\n".join(wrong)
     return taken
@@ -77,7 +77,7 @@ def expect_agreement(names: list[str], mode: str) -> int:
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("mode", interpreter.MODES)
 def test_the_kernels_agree_with_the_definition(mode: str, operation: str) -> None:
-    assert expect_agreement(some_of(operation, mode), mode), "every batch was declined"
+    assert expect_agreement(representatives(operation, mode), mode), "every batch was declined"
 
 
 @pytest.mark.parametrize("names", pieces(), ids=lambda names: names[0])
@@ -129,12 +129,12 @@ def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
 
 
 def test_a_kernel_that_runs_on_after_its_call_is_waited_for() -> None:
-    """In a process with one device, in which jax returns from some calls before they have run."""
+    """A kernel that outlives its call is waited for. With one device, jax returns from some calls before they ran."""
     printed("-m", "tests.programs.late_tpu_interpreter", XLA_FLAGS="")
 
 
 def test_a_kernel_that_hangs_is_ended_and_named() -> None:
-    """The check that hangs, then the next one in another process."""
+    """A check that hangs is ended and reported. The next check runs in another process."""
     names = [str(check) for check in of_planted()[:2]]
     command = (sys.executable, "-m", "tests.planted_pallas", "a wait too many")
     verdicts = list(interpreter.judged(planting.BACKEND, names, mode="eager", timeout=3, command=command))

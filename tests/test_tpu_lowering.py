@@ -16,18 +16,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh  # noqa
 
 ROOM = Path(__file__).parent.parent / "kernels_pallas"
 KINDS = list(TARGETS)
-FIRST = {case.operation: case.name for case in reversed(CASES)}  # the first case of each operation, by operation
+FIRST = {case.operation: case.name for case in reversed(CASES)}  # operation -> name of its first case
 
 
 def kinds_of(case: TpuCase) -> list[str]:
-    """Every kind for the first case of each operation and in the larger profiles, else one by turns."""
+    """The kinds of TPU to lower a case for: all in the larger profiles or for an operation's first case, else one."""
     if examples_of() > PROFILES["dev"] or case.name in FIRST.values():
         return KINDS
     return [KINDS[CASES.index(case) % len(KINDS)]]
 
 
 def lowered(case: TpuCase, kind: str) -> str:
-    """The case's module for a kind of TPU."""
+    """The lowered module of a case, for a kind of TPU."""
     traced = tpu_cases.traceable(case)
     device = AbstractDevice(device_kind=TARGETS[kind][1], num_cores=1, platform="tpu")
     shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype) in traced.arrays.items()}

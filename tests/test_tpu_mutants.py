@@ -1,4 +1,4 @@
-"""The suite catches faults in our own Pallas kernels: each has one planted, and must fail."""
+"""The suite catches faults in this package's Pallas kernels: each mutant has one planted fault and must fail."""
 
 import sys
 
@@ -11,7 +11,7 @@ pytest.importorskip("jax")
 
 from ragged_attention.testing import tpu_interpreter as interpreter
 
-# In the default profile one in three; the texts that the others replace are looked for all the same.
+# The default profile judges one mutant in three. All mutants' replaced texts must still be found in the sources.
 JUDGED = list(MUTANTS)[:: 1 if examples_of() > PROFILES["dev"] else 3]
 
 

@@ -1,4 +1,4 @@
-"""What the interpreter of TPU kernels cannot run has no place in the Pallas room, or the suite could not judge it."""
+"""The Pallas kernels use no construct that the TPU interpreter cannot run, because the suite judges them with it."""
 
 import ast
 from collections.abc import Iterator
@@ -10,16 +10,16 @@ ROOM = Path(__file__).parent.parent / "kernels_pallas"
 SHAPERS = ("reshape", "bitcast")
 ACCESSES = ("load", "store", "swap")
 SLICES = ("ds", "dslice")
-# Calls whose result is known on the device alone.
+# Calls whose results are known only on the device.
 DEVICE = ("program_id", "when", "minimum", "maximum", "where", "clip", "min", "max", "sum", "cdiv")
-KNOWN = ("pl.cdiv", "min", "max", "sum", "math.min")  # of Python's numbers
+KNOWN = ("pl.cdiv", "min", "max", "sum", "math.min")  # calls on Python numbers, known while tracing
 
 
 Function = ast.FunctionDef | ast.Lambda
 
 
 def broken_rules(source: str) -> list[str]:
-    """What in a module's source the interpreter cannot run, one line each."""
+    """A line for each construct in a module's source that the interpreter cannot run."""
     tree = ast.parse(source)
     found = set(_in_scope(tree, set(), set()))
     for node in ast.walk(tree):
@@ -29,7 +29,7 @@ def broken_rules(source: str) -> list[str]:
 
 
 def _in_call(call: ast.Call) -> Iterator[str]:
-    """Rules that one call breaks by itself."""
+    """The rules that a call breaks, whatever its context."""
     keywords = {keyword.arg for keyword in call.keywords}
     name = ast.unparse(call.func)
     last = name.rpartition(".")[2]
@@ -44,31 +44,31 @@ def _in_call(call: ast.Call) -> Iterator[str]:
 
 
 def _is_view(node: ast.expr) -> bool:
-    """Whether an expression is `x.at[...]`, or a view of that."""
+    """Whether an expression is `x.at[...]` or a view of such an expression."""
     if isinstance(node, ast.Subscript):
         return isinstance(node.value, ast.Attribute) and node.value.attr == "at"
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_view(node.func.value)
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a scope, functions in it but not what is in those."""
+def _nodes_in(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope. It includes nested functions, but not their contents."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, Function):
-            yield from _own(child)
+            yield from _nodes_in(child)
 
 
 def _in_scope(scope: ast.AST, references: set[str], device: set[str]) -> Iterator[tuple[int, str]]:
-    """Rules about names that are references or are computed on the device; those of the scopes around are given."""
-    nodes = list(_own(scope))
+    """The (line, text) of broken rules about references and device values; the arguments name those of outer scopes."""
+    nodes = list(_nodes_in(scope))
     if isinstance(scope, Function):
         parameters = {argument.arg for argument in (*scope.args.args, *scope.args.kwonlyargs)}
         references, device = references - parameters, device - parameters
-    references = references | set(filter(None, map(_reference, nodes)))
-    for _ in range(3):  # what is computed from what is computed
+    references = references | set(filter(None, map(_reference_name, nodes)))
+    for _ in range(3):  # values may be computed from device values, up to three steps
         for node in nodes:
             if isinstance(node, ast.Assign) and _on_device(node.value, references, device):
-                device = device | {name for target in node.targets for name in _bound(target)}
+                device = device | {name for target in node.targets for name in _bound_names(target)}
     for node in nodes:
         if isinstance(node, Function):
             yield from _in_scope(node, references, device)
@@ -82,15 +82,15 @@ def _in_scope(scope: ast.AST, references: set[str], device: set[str]) -> Iterato
             yield node.lineno, f"{ast.unparse(node)}: a slice has a size that is known when the kernel is traced"
 
 
-def _bound(target: ast.expr) -> list[str]:
+def _bound_names(target: ast.expr) -> list[str]:
     """The names that an assignment binds."""
     if isinstance(target, ast.Tuple):
-        return [name for element in target.elts for name in _bound(element)]
+        return [name for element in target.elts for name in _bound_names(element)]
     return [target.id] if isinstance(target, ast.Name) else []
 
 
-def _reference(node: ast.AST) -> str | None:
-    """The name that a node treats as a reference: `x.at`, `x[...]`."""
+def _reference_name(node: ast.AST) -> str | None:
+    """The name that a node uses as a reference, as in `x.at` or `x[...]`."""
     if isinstance(node, ast.Attribute) and node.attr == "at" and isinstance(node.value, ast.Name):
         return node.value.id
     whole = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value is ...
@@ -98,7 +98,7 @@ def _reference(node: ast.AST) -> str | None:
 
 
 def _on_device(node: ast.AST, references: set[str], device: set[str]) -> bool:
-    """Whether an expression's value is known on the device alone, as far as its text tells."""
+    """Whether an expression's value is known only on the device, judged by its text."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and part.id in device:
             return True

@@ -1,4 +1,4 @@
-"""The example that trains a layer of sparse attention with its indexer: gradients, losses, what is selected."""
+"""The example that trains a sparse attention layer with its indexer: gradients, losses and selected keys."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The sweep over the models of transformers: what it says of records, and that it notices what is wrong."""
+"""The sweep over the models of transformers reports its records correctly and detects wrong results."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ from ragged_attention.integrations import transformers as ragged  # noqa: E402
 from ragged_attention.integrations.transformers import _calls, _host  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
-# Warnings of transformers about itself, and of Python about forks.
+# transformers warns about its own code, and Python about forks.
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
 QUICK = "encoder-decoder"  # a family
@@ -48,7 +48,7 @@ def record(**others: Any) -> dict[str, Any]:
     return {"family": "x", "kind": "causal", "kinds": [], "own": [], "calls": [KERNEL], "checks": checks} | others
 
 
-# ---- what is said
+# ---- reports
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_page_has_every_family_of_the_release_that_is_installed_here() -> No
         assert set(names) <= set(page.rows_of(kind))
 
 
-# ---- what is compared
+# ---- comparisons
 
 
 def test_shards_part_the_families() -> None:
@@ -145,7 +145,7 @@ def test_no_difference_hides() -> None:
 
 
 def outcome_of(found: Any, *others: Any, theirs: float = 1.0, by_sdpa: float | None = None) -> Outcome:
-    """Of a comparison in which transformers' own attention gives `theirs` and ours, or an error, `found`."""
+    """The outcome of a comparison if transformers' attention gives `theirs` and ours gives (or raises) `found`."""
 
     def run(model: Any, attention: str) -> Any:
         if attention == ragged.NAME and isinstance(found, Exception):

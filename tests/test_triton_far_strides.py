@@ -1,4 +1,4 @@
-"""Operands of which entries lie further apart than 32 bits count: each kernel reads and writes where they are."""
+"""Each kernel reads and writes operands correctly if their entries lie more than 2**31 elements apart."""
 
 import dataclasses
 import functools
@@ -41,7 +41,7 @@ def test_strides_may_exceed_32_bits(name: str, axis: int) -> None:
 
 @pytest.mark.parametrize("rows", [2**24, 2**25 + 1])
 def test_partial_results_may_be_far_apart(rows: int) -> None:
-    """Of the first row alone, in results that are contiguous and large."""
+    """The kernel merges the first row of two partial results that lie 2**31 elements or more apart."""
     outs, lses = unread(2 * rows * 128 + 128, torch.float32), unread(2 * rows + 1, torch.float32)
     outs[rows * 128 : rows * 128 + 128] = 2.0
     out, lse = torch.zeros(128), torch.zeros(1)
@@ -54,15 +54,19 @@ def test_partial_results_may_be_far_apart(rows: int) -> None:
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("walk", [False, True])
 def test_rows_of_logits_may_be_far_apart(walk: bool, paged: bool) -> None:
-    """Of a chunk of three tokens out of five, whose results are larger together than 32 bits count; they do not see the
-    last block of packed keys."""
+    """The kernel writes rows of logits that are far apart, for a chunk of the last three of five tokens.
+
+    Together the rows exceed 2**31 elements. With packed keys, no token of the chunk sees the last block of keys.
+    """
     arguments: dict[str, Any] = {"q": far_strides.normal(5, 6, 32), "weights": far_strides.normal(5, 6).float()}
     arguments |= far_strides.TABLES | far_strides.PAGED_KEYS if paged else far_strides.PACKED_KEYS
     if not paged:
         arguments |= {"starts": far_strides.ints(0, 7, 3, 0, 9), "stops": far_strides.ints(20, 24, 9, 16, 12)}
     call = IndexerLogits(**arguments, device=device_of("torch"))
     stride, tile = 2**30 + 64, dataclasses.replace(indexer_logits.heuristic(call), walk=walk, block_n=16)
-    memory = unread(far_strides.FAR + 3 * stride, torch.float32)  # an offset that wraps around finds some, too
+    memory = unread(
+        far_strides.FAR + 3 * stride, torch.float32
+    )  # memory before the logits, for offsets that wrap around
     logits = memory[far_strides.FAR :].view(3, stride)
     indexer_logits.enqueue(indexer_logits.work_of(call, LAUNCHER), tile, LAUNCHER, 2, 3, stride, logits, fill=True)
     want = rt.indexer_logits(**arguments, backend="triton", options={"walk": walk, "block_n": 16})

@@ -1,4 +1,4 @@
-"""While the kit judges, Triton's interpreter converts and computes as GPUs do, in the floats that NumPy lacks too."""
+"""With the test kit's fixes, Triton's interpreter converts and computes as GPUs do, also in dtypes that NumPy lacks."""
 
 import importlib
 import itertools
@@ -25,7 +25,7 @@ from tests.programs.compiled_conversions import every_conversion
 
 assert triton_interpreter.quicken()
 
-HELD = {  # what NumPy, with ml_dtypes, calls torch's dtypes
+NUMPY_DTYPES = {  # torch dtype -> dtype of NumPy or ml_dtypes
     torch.float64: np.float64,
     torch.float32: np.float32,
     torch.float16: np.float16,
@@ -33,23 +33,23 @@ HELD = {  # what NumPy, with ml_dtypes, calls torch's dtypes
     torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn,
     torch.float8_e5m2: ml_dtypes.float8_e5m2,
 }
-if not triton.__version__.startswith("3.6."):  # whose interpreter does not take them
-    HELD |= {
+if not triton.__version__.startswith("3.6."):  # the interpreter of Triton 3.6 does not take these dtypes
+    NUMPY_DTYPES |= {
         torch.float8_e4m3fnuz: ml_dtypes.float8_e4m3fnuz,
         torch.float8_e5m2fnuz: ml_dtypes.float8_e5m2fnuz,
     }
-EIGHT_BITS = [dtype for dtype in HELD if dtype.itemsize == 1]
+EIGHT_BITS = [dtype for dtype in NUMPY_DTYPES if dtype.itemsize == 1]
 NARROW = [torch.bfloat16, *EIGHT_BITS]
 
 
 def every_code(dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """All values of a dtype of at most 16 bits."""
+    """All values of a dtype that has at most 16 bits."""
     codes = np.arange(1 << (8 * dtype.itemsize))
-    return codes.astype(f"u{dtype.itemsize}").view(HELD[dtype])
+    return codes.astype(f"u{dtype.itemsize}").view(NUMPY_DTYPES[dtype])
 
 
 def edges(dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """Every value of a dtype as float32, every tie between two, and the float32 neighbours of each."""
+    """The values of a dtype as float32, the ties between them, and the float32 neighbours of all of these."""
     exact = every_code(dtype).astype(np.float32)
     exact = np.unique(exact[np.isfinite(exact)]).astype(np.float64)
     beyond = exact[-1] + (exact[-1] - exact[-2]) * np.array([0.5, 1, 2])
@@ -63,12 +63,12 @@ def samples(source: torch.dtype, target: torch.dtype) -> np.ndarray[Any, Any]:
         return every_code(source)
     special = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 3e38, -3e38, 1e-45, -1e-45, 1e-38]
     around = [edges(target)] if target.itemsize <= 2 else [edges(torch.float16), edges(torch.float8_e5m2)]
-    return np.concatenate([*around, np.array(special, np.float32)]).astype(HELD[source])
+    return np.concatenate([*around, np.array(special, np.float32)]).astype(NUMPY_DTYPES[source])
 
 
 def on_tensors(values: np.ndarray[Any, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Values in a block of as many elements as Triton takes: a power of two."""
-    block = np.zeros(1 << (len(values) - 1).bit_length(), HELD[dtype])
+    """A tensor of the values, padded with zeros to a power of two of elements, as Triton needs."""
+    block = np.zeros(1 << (len(values) - 1).bit_length(), NUMPY_DTYPES[dtype])
     block[: len(values)] = values
     return torch.from_numpy(block.view(f"i{dtype.itemsize}")).view(dtype)
 
@@ -97,8 +97,8 @@ def converted(x: torch.Tensor, target: torch.dtype, by_store: bool = False, roun
     return out
 
 
-def same(got: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
-    """The same bits, except that any NaN will do."""
+def expect_same_bits(got: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
+    """Check that the bits are identical, except that every NaN equals every other."""
     result = as_numbers(got).view(want.dtype)
     nan = np.isnan(want.astype(np.float64))
     np.testing.assert_array_equal(np.isnan(result.astype(np.float64)), nan)
@@ -108,38 +108,40 @@ def same(got: torch.Tensor, want: np.ndarray[Any, Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_warnings() -> Iterator[None]:
-    """Overflow and NaN are what is tested."""
+    """Silence NumPy's warnings, since overflow and NaN are tested on purpose."""
     with np.errstate(all="ignore"):
         yield
 
 
-@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(HELD, 2)), ids=str)
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(NUMPY_DTYPES, 2)), ids=str)
 def test_conversions_round_to_nearest_even(source: torch.dtype, target: torch.dtype) -> None:
     x = on_tensors(samples(source, target), source)
-    want = as_numbers(x).view(HELD[source]).astype(np.float64 if source.itemsize == 8 else np.float32)
-    if target in EIGHT_BITS:  # which saturate
-        largest = float(ml_dtypes.finfo(HELD[target]).max)
+    want = as_numbers(x).view(NUMPY_DTYPES[source]).astype(np.float64 if source.itemsize == 8 else np.float32)
+    if target in EIGHT_BITS:  # conversions to 8 bits saturate
+        largest = float(ml_dtypes.finfo(NUMPY_DTYPES[target]).max)
         want = np.clip(want, -largest, largest)
-    want = want.astype(HELD[target])
-    same(converted(x, target), want)
-    same(converted(x, target, by_store=True), want)
+    want = want.astype(NUMPY_DTYPES[target])
+    expect_same_bits(converted(x, target), want)
+    expect_same_bits(converted(x, target, by_store=True), want)
 
 
 @pytest.mark.parametrize("target", [torch.float16, *NARROW], ids=str)
 def test_float64_is_rounded_once(target: torch.dtype) -> None:
-    """A float64 next to a tie goes to its side, though the nearest float32 is the tie."""
-    values = np.array([1.0, 1.25, 1.5, -1.25], HELD[target])  # consecutive codes of these have ties between
-    above = (values.view(f"u{target.itemsize}") + 1).view(HELD[target])
+    """A float64 next to a tie rounds to its own side, even if the nearest float32 is the tie."""
+    values = np.array(
+        [1.0, 1.25, 1.5, -1.25], NUMPY_DTYPES[target]
+    )  # these values and their successors have ties between them
+    above = (values.view(f"u{target.itemsize}") + 1).view(NUMPY_DTYPES[target])
     tie = (values.astype(np.float64) + above.astype(np.float64)) / 2
-    same(converted(on_tensors(tie * (1 + 2**-40), torch.float64), target), above)
-    same(converted(on_tensors(tie * (1 - 2**-40), torch.float64), target), values)
+    expect_same_bits(converted(on_tensors(tie * (1 + 2**-40), torch.float64), target), above)
+    expect_same_bits(converted(on_tensors(tie * (1 - 2**-40), torch.float64), target), values)
 
 
 @pytest.mark.parametrize("target", [torch.float16, torch.bfloat16, torch.float8_e5m2], ids=str)
 def test_truncation_stays_where_it_is_asked_for(target: torch.dtype) -> None:
     x = on_tensors(samples(torch.float32, target), torch.float32)
     held = x.numpy()
-    got = as_numbers(converted(x, target, rounding="rtz")).view(HELD[target])
+    got = as_numbers(converted(x, target, rounding="rtz")).view(NUMPY_DTYPES[target])
     finite = every_code(target).astype(np.float32)
     finite = np.unique(np.abs(finite[np.isfinite(finite)]))
     largest = np.inf if target.itemsize == 2 else finite[-1]
@@ -282,7 +284,7 @@ def test_atomic_adds_round_each_sum(dtype: torch.dtype) -> None:
 
 
 def test_conversions_are_those_that_are_compiled_for_an_h100(tmp_path: Path) -> None:
-    """Bit for bit, saturation and integers included; only the bits of a float16 NaN are NumPy's."""
+    """Conversions equal those compiled for an H100 bit for bit, except in the bits of a float16 NaN."""
     floats = np.concatenate([edges(torch.float8_e4m3fn), edges(torch.float8_e5m2), edges(torch.bfloat16)[::97]])
     floats = np.concatenate(
         [floats, np.array([np.nan, np.inf, -np.inf, 1e9, -1e9, 3e10, -3e10, 300, -300, 4e4, -4e4], np.float32)]

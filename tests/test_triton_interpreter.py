@@ -1,4 +1,4 @@
-"""What makes Triton's interpreter faster changes neither what it computes nor what it leaves behind."""
+"""The changes that make Triton's interpreter faster alter neither its results nor the state that it leaves behind."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def launched() -> float:
 
 
 def test_the_language_is_prepared_once_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched()  # what functions of Triton itself leave prepared is so now
+    launched()  # Triton's own functions have prepared their lasting state now
     walks = []
     walk = interpreter._patch_builtin
     monkeypatch.setattr(interpreter, "_patch_builtin", lambda *given: (walks.append(given[0]), walk(*given))[1])

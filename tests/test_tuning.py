@@ -1,4 +1,4 @@
-"""Tile sizes: explicit options, then the heuristic of the backend."""
+"""Tile sizes come from explicit options, else from the backend's heuristic."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The cases of attention without a cache: floors, inputs, the check of results and gradients, and the peers."""
+"""The benchmark cases of attention without a cache: floors, inputs, checks of results and gradients, and peers."""
 
 import dataclasses
 import sys
@@ -46,7 +46,7 @@ def test_needed_work_is_counted_by_hand() -> None:
     assert dataclasses.replace(case, sliding_window=2).visible_pairs() == 3 * 2 + 2
     assert dataclasses.replace(case, sliding_window=2, causal=False).visible_pairs() == (4 + 3 + 2) + 2
     assert dataclasses.replace(case, q_lens=(6, 1)).visible_pairs() == (0 + 1 + 2 + 3 + 4 + 5) + 2
-    ranged = dataclasses.replace(case, causal=False, key_ranges=2)  # of 3, 4, 5 and of 2 keys
+    ranged = dataclasses.replace(case, causal=False, key_ranges=2)  # two ranges per query, of 3, 4, 5 and 2 keys
     assert ranged.visible_pairs() == 2 + 3 + 3 + 1
     assert ranged.needed_bytes() == case.needed_bytes() + 2 * 8 * 4
     backward = dataclasses.replace(case, backward=True)
@@ -128,15 +128,15 @@ def test_torchs_own_attention_is_a_fair_peer(backward: bool) -> None:
     case.check(inputs, varlen_peers.sdpa(case, inputs)(), run.to_numpy)
 
 
-def as_they_have_it(kept: dict[str, Any]) -> Any:
-    """Stands for `flash_attn_varlen_func`, with our arithmetic."""
+def flash_attn_stand_in(recorded: dict[str, Any]) -> Any:
+    """A stand-in for `flash_attn_varlen_func`. It computes with this package and stores its options in `recorded`."""
 
     def flash_attn_varlen_func(
         q: Any, k: Any, v: Any, *lens: Any, causal: bool, window_size: Any, softcap: float
     ) -> Any:
         import ragged_attention.torch as rt
 
-        kept.update(window_size=window_size, max_lens=lens[2:])
+        recorded.update(window_size=window_size, max_lens=lens[2:])
         window = None if window_size[0] < 0 else window_size[0] + 1
         assert window_size[1] == (0 if causal and window else -1)
         out = rt.varlen_attention(
@@ -150,15 +150,15 @@ def as_they_have_it(kept: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("name", ["mha_packed", "mha_packed_backward", "mha_gemma_256"])
 def test_flash_attention_is_called_as_it_wants_to_be(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
-    kept: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     module: Any = types.ModuleType("flash_attn_interface")
-    module.flash_attn_varlen_func = as_they_have_it(kept)
+    module.flash_attn_varlen_func = flash_attn_stand_in(recorded)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     case = small(name)
     assert varlen_peers.refuses()(case) is None
     inputs = case.torch_inputs(2)
     case.check(inputs, varlen_peers.flash_attention(case, inputs, module.__name__)(), run.to_numpy)
-    assert kept["max_lens"] == (max(case.q_lens), max(case.kv_lens))
+    assert recorded["max_lens"] == (max(case.q_lens), max(case.kv_lens))
 
 
 def test_the_carried_operator_is_called_by_position() -> None:

@@ -1,4 +1,4 @@
-"""The suite catches wrong attention over packed sequences and wrong gradients: definitions with one planted fault."""
+"""The suite catches wrong packed attention and wrong gradients: reference implementations with one planted fault."""
 
 import contextlib
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from ragged_attention.testing.varlen.suite import agreement, corners, laws
 from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # a mutant may let NaN through
 
 HONEST: dict[str, Function] = {
     module.__name__.rpartition(".")[2]: getattr(module, module.__name__.rpartition(".")[2])
@@ -35,7 +35,7 @@ honest_table = packed_backward.add_to_table
 
 
 def with_pieces(operation: str, **pieces: Function) -> Function:
-    """An operation's definition with some of the functions that it is made of replaced."""
+    """An operation's reference implementation with some of its inner functions replaced."""
 
     def mutant(**arguments: Any) -> Any:
         with contextlib.ExitStack() as patches:
@@ -48,13 +48,13 @@ def with_pieces(operation: str, **pieces: Function) -> Function:
     return mutant
 
 
-def given(operation: str, **change: Any) -> Function:
-    """The definition called with other arguments than it was given."""
+def with_arguments(operation: str, **change: Any) -> Function:
+    """An operation's reference implementation, called with some arguments replaced."""
     return lambda **arguments: HONEST[operation](**(arguments | change))
 
 
 def with_other(operation: str, name: str, change: Callable[[Any], Any]) -> Function:
-    """The definition called with another array than it was given by a name, if there is one."""
+    """An operation's reference implementation, called with a changed array `name`, if there is such an array."""
 
     def mutant(**arguments: Any) -> Any:
         array = arguments[name]
@@ -64,7 +64,7 @@ def with_other(operation: str, name: str, change: Callable[[Any], Any]) -> Funct
 
 
 def with_lists_of_32_bits(operation: str) -> Function:
-    """The definition that computes the first key of a block in 32 bits."""
+    """An operation's reference implementation, in which a block's first key overflows 32 bits."""
 
     def mutant(**arguments: Any) -> Any:
         lists, size = arguments["selected"], arguments["block_size"]
@@ -75,12 +75,12 @@ def with_lists_of_32_bits(operation: str) -> Function:
     return mutant
 
 
-def _later(begin: int, end: int) -> Callable[[Any], Any]:
-    """Moves the begins and the ends of ranges."""
+def _moved_ranges(begin: int, end: int) -> Callable[[Any], Any]:
+    """A function that moves the begins and the ends of ranges."""
     return lambda ranges: np.add(ranges, [begin, end], dtype=np.int64)
 
 
-# Which keys a query sees.
+# The keys that a query sees.
 def causal_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
     seen = honest_visible(q_len, kv_len, valid, False, window, ranges=ranges)
     return seen & (np.arange(kv_len) <= np.arange(q_len)[:, None]) if causal else seen
@@ -113,7 +113,7 @@ def sequences_of_no_key_end_the_batch(*arguments: Any) -> Any:
         yield rows, keys, seen
 
 
-# What a row gives.
+# The results of a row.
 def share_is_not_applied(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
     return honest_attend(q, k, v, seen, scale, cap, -np.inf, *bias)
 
@@ -140,8 +140,8 @@ def no_key_is_zero_over_zero(q: Any, k: Any, v: Any, seen: Any, scale: float, ca
 
 # The gradient of one head. The arguments are d_out, q, k, v, seen, lse, share, delta, d_lse, scale, soft_cap
 # and, for packed sequences, bias.
-def _changed(**change: Callable[..., Any]) -> Function:
-    """The honest gradient of other arguments, each made from all of them."""
+def _with_changes(**change: Callable[..., Any]) -> Function:
+    """The correct gradient function, called with changed arguments. Each change is a function of all arguments."""
     names = ("d_out", "q", "k", "v", "seen", "lse", "share", "delta", "d_lse", "scale", "soft_cap")
 
     def mutant(*arguments: Any) -> Any:
@@ -191,21 +191,21 @@ def scale_is_missing_in_dk(*arguments: Any) -> Any:
 
 
 def dq_is_of_one_key(*arguments: Any) -> Any:
-    """The sum over blocks of keys begins anew with the last."""
+    """dq is the sum over the last block of keys only, as if each block restarted the sum."""
     dq, dk, dv, d_bias = honest_backward(*arguments)
     late = list(arguments)
     late[4] = arguments[4] & (np.arange(len(arguments[2])) >= len(arguments[2]) - 9)
     return honest_backward(*late)[0] if len(arguments[2]) > 9 else dq, dk, dv, d_bias
 
 
-# What a row has to offer to its gradients.
+# The terms of a row that its gradients need.
 def sinks_have_the_wrong_sign(*arguments: Any) -> Any:
     *terms, d_sinks = honest_terms(*arguments)
     return *terms, None if d_sinks is None else -d_sinks
 
 
 def sinks_are_given_all(*arguments: Any) -> Any:
-    """As if out were not made smaller by the share already."""
+    """d_sinks is the sum of -delta instead of (share - 1) * delta."""
     share, delta, d_lse, d_sinks = honest_terms(*arguments)
     return share, delta, d_lse, None if d_sinks is None else -delta.sum(axis=0)
 
@@ -217,13 +217,13 @@ def delta_is_of_the_unsunk_out(*arguments: Any) -> Any:
 
 def fully_masked_rows_are_nan(d_out: Any, out: Any, lse: Any, d_lse: Any, sinks: Any) -> Any:
     share, delta, more, d_sinks = honest_terms(d_out, out, lse, d_lse, sinks)
-    spoilt = d_sinks if d_sinks is None else d_sinks + 0 * d_out.sum()
-    return share, delta, more, spoilt
+    leaked = d_sinks if d_sinks is None else d_sinks + 0 * d_out.sum()
+    return share, delta, more, leaked
 
 
-# The whole gradient.
+# Faults of the whole gradient.
 def groups_interleave(**arguments: Any) -> Any:
-    """Query head h reads KV head h % K."""
+    """Query head h reads KV head h % K instead of h // (H / K)."""
     heads, kv_heads = arguments["q"].shape[1], arguments["k"].shape[1]
     order = np.arange(heads).reshape(-1, kv_heads).T.ravel()
     back = np.argsort(order)
@@ -252,7 +252,7 @@ def unseen_keys_are_not_written(**arguments: Any) -> Any:
 
 
 def keys_times_nothing(**arguments: Any) -> Any:
-    """0 * NaN is NaN, so that keys nobody sees leak."""
+    """NaN in keys that nobody sees leaks into dq, because 0 * NaN is NaN."""
     dq, *others = honest_dense(**arguments)
     return dq + 0.0 * arguments["k"].sum(), *others
 
@@ -270,7 +270,7 @@ def columns_begin_at_the_own_key(d_table: Any, d_bias: Any, at_own: int) -> None
 
 
 def the_bias_is_inside_the_cap(*arguments: Any) -> Any:
-    """Its gradient goes through the slope of the soft cap."""
+    """The gradient of the bias is multiplied by the slope of the soft cap."""
     _, q, k, _, _, _, _, _, _, scale, cap, *_ = arguments
     *others, d_bias = honest_backward(*arguments)
     return *others, d_bias if cap is None else d_bias * (1 - np.tanh(np.nan_to_num(q @ k.T * scale) / cap) ** 2)
@@ -281,7 +281,7 @@ def the_bias_is_scaled(*arguments: Any) -> Any:
     return *others, d_bias * arguments[9]
 
 
-# Lists.
+# Lists of rows.
 def duplicates_count_once(indices: Any, topk_len: Any, num_slots: int) -> Any:
     return np.unique(honest_selected(indices, topk_len, num_slots))
 
@@ -304,14 +304,14 @@ def _without_dv(*arguments: Any) -> Any:
 
 
 def _only_dv(*arguments: Any) -> Any:
-    """The value's columns of the key's gradient are overwritten, not added to."""
+    """The value's columns of a row's gradient hold dv alone, instead of dk + dv."""
     dq, dk, dv, d_bias = honest_backward(*arguments)
     dk[:, : dv.shape[1]] = 0
     return dq, dk, dv, d_bias
 
 
 def the_last_duplicate_wins(**arguments: Any) -> Any:
-    """`d_rows[slots] += dk`, which NumPy does once for a slot that is named twice."""
+    """A slot that is listed twice is added once, as in NumPy's `d_rows[slots] += dk`."""
     with mock.patch.object(sparse.np, "add", _Overwriting()):
         return honest_sparse(**arguments)
 
@@ -322,7 +322,7 @@ class _Overwriting:
 
 
 def tokens_overwrite_rows(**arguments: Any) -> Any:
-    """What two tokens give to a row is not added up."""
+    """If two tokens list a row, its gradient is that of one token instead of their sum."""
     dq, dkv, d_sinks = honest_sparse(**arguments)
     per_token = ("d_out", "q", "indices", "out", "lse", "d_lse", "topk_lens")
     total = np.zeros_like(dkv)
@@ -359,20 +359,20 @@ FORWARDS: dict[str, Function] = {
         ("largest_logit", max_logits_of_hidden_keys),
     )
 } | {
-    "scale_is_ignored": given(FORWARD, sm_scale=None),
-    "cap_is_ignored": given(FORWARD, soft_cap=None),
-    "slopes_are_ignored": given(FORWARD, alibi_slopes=None),
+    "scale_is_ignored": with_arguments(FORWARD, sm_scale=None),
+    "cap_is_ignored": with_arguments(FORWARD, soft_cap=None),
+    "slopes_are_ignored": with_arguments(FORWARD, alibi_slopes=None),
     "slopes_are_of_the_first_head": with_other(FORWARD, "alibi_slopes", lambda slopes: np.full_like(slopes, slopes[0])),
     "only_the_first_range_counts": with_other(FORWARD, "key_ranges", lambda ranges: ranges[:, :1]),
-    "ranges_include_their_end": with_other(FORWARD, "key_ranges", _later(0, 1)),
-    "lists_are_ignored": given(FORWARD, selected=None),
+    "ranges_include_their_end": with_other(FORWARD, "key_ranges", _moved_ranges(0, 1)),
+    "lists_are_ignored": with_arguments(FORWARD, selected=None),
     "one_list_for_all_heads": with_other(FORWARD, "selected", lambda lists: lists[:, :1]),
     "blocks_of_32_bits": with_lists_of_32_bits(FORWARD),
 }
 OF_BOTH: dict[str, Function] = {
-    "delta_is_forgotten": _changed(delta=lambda delta, **_: 0 * delta),
-    "d_lse_is_ignored": _changed(d_lse=lambda d_lse, **_: 0 * d_lse),
-    "share_is_ignored": _changed(share=lambda share, **_: np.ones_like(share)),
+    "delta_is_forgotten": _with_changes(delta=lambda delta, **_: 0 * delta),
+    "d_lse_is_ignored": _with_changes(d_lse=lambda d_lse, **_: 0 * d_lse),
+    "share_is_ignored": _with_changes(share=lambda share, **_: np.ones_like(share)),
 }
 DENSES: dict[str, Function] = {
     mutant.__name__: with_pieces(DENSE, **{piece: mutant})
@@ -403,14 +403,14 @@ DENSES: dict[str, Function] = {
         groups_interleave, the_last_head_of_a_group_counts, unseen_keys_are_not_written, keys_times_nothing,
     )
 } | {name: with_pieces(DENSE, attend_backward=mutant) for name, mutant in OF_BOTH.items()} | {
-    "window_is_ignored": given(DENSE, sliding_window=None),
-    "scale_is_ignored": given(DENSE, sm_scale=None),
-    "cap_is_ignored": given(DENSE, soft_cap=None),
-    "slopes_are_ignored": given(DENSE, alibi_slopes=None),
+    "window_is_ignored": with_arguments(DENSE, sliding_window=None),
+    "scale_is_ignored": with_arguments(DENSE, sm_scale=None),
+    "cap_is_ignored": with_arguments(DENSE, soft_cap=None),
+    "slopes_are_ignored": with_arguments(DENSE, alibi_slopes=None),
     "slopes_have_the_wrong_sign": with_other(DENSE, "alibi_slopes", np.negative),
-    "ranges_are_ignored": given(DENSE, key_ranges=None),
-    "ranges_exclude_their_begin": with_other(DENSE, "key_ranges", _later(1, 0)),
-    "lists_are_ignored": given(DENSE, selected=None),
+    "ranges_are_ignored": with_arguments(DENSE, key_ranges=None),
+    "ranges_exclude_their_begin": with_other(DENSE, "key_ranges", _moved_ranges(1, 0)),
+    "lists_are_ignored": with_arguments(DENSE, selected=None),
     "one_list_for_all_heads": with_other(DENSE, "selected", lambda lists: lists[:, :1]),
     "blocks_of_32_bits": with_lists_of_32_bits(DENSE),
 }  # fmt: skip
@@ -427,34 +427,34 @@ SPARSES: dict[str, Function] = {
 }  # fmt: skip
 
 
-def caught(runner: Runner, word: str | tuple[str, ...]) -> None:
-    """Both the named batches and the drawn ones of an operation, by words in their names, must show the fault."""
+def expect_caught(runner: Runner, word: str | tuple[str, ...]) -> None:
+    """Check that named and drawn batches both expose the fault, in checks whose names begin with `word`."""
     for group, examples in ((corners, 1), (agreement, 60)):
         chosen = [check for check in group() if check.name.startswith(word)]
         assert any(failures(runner, chosen, examples)), f"no check of {group.__name__} caught it"
 
 
 def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
-    """The positive control: planted without a fault, nothing fails."""
+    """The positive control: the reference implementation, planted as a backend, passes all checks."""
     assert list(failures(plant(), (*corners(), *agreement(), *laws()), 4)) == []
 
 
 @pytest.mark.parametrize("name", FORWARDS)
 def test_wrong_packed_attention_is_caught(plant: Callable[..., Runner], name: str) -> None:
-    caught(plant(varlen_attention=FORWARDS[name]), ("packed,", "packed on drawn"))
+    expect_caught(plant(varlen_attention=FORWARDS[name]), ("packed,", "packed on drawn"))
 
 
 @pytest.mark.parametrize("name", DENSES)
 def test_a_wrong_dense_gradient_is_caught(plant: Callable[..., Runner], name: str) -> None:
-    caught(plant(varlen_attention_backward=DENSES[name]), "packed gradient")
+    expect_caught(plant(varlen_attention_backward=DENSES[name]), "packed gradient")
 
 
 @pytest.mark.parametrize("name", SPARSES)
 def test_a_wrong_sparse_gradient_is_caught(plant: Callable[..., Runner], name: str) -> None:
-    caught(plant(sparse_mla_prefill_backward=SPARSES[name]), "sparse gradient")
+    expect_caught(plant(sparse_mla_prefill_backward=SPARSES[name]), "sparse gradient")
 
 
-# Mutants that a law, which asks no oracle, shows to be wrong; the law by the beginning of its name.
+# Mutants that fail a law, which needs no reference results, and the beginning of that law's name.
 NOTICED = {
     (FORWARD, "max_logits_of_hidden_keys"): "packed, nothing that no query sees is in max_logits",
     (FORWARD, "causal_from_the_top_left"): "packed keys are keys in pages",

@@ -1,4 +1,4 @@
-"""The definitions of the gradients are the derivatives of the definitions, by finite differences in float64."""
+"""The reference gradients equal the derivatives of the reference operations, by finite differences in float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from ragged_attention.reference.varlen_attention_backward import varlen_attentio
 
 STEP = 1e-5
 Arrays = dict[str, Any]
-# Sequences without queries, without keys, with more queries than keys, and padding behind the last on both sides.
+# Sequences without queries, without keys, with more queries than keys; padding follows the last on both sides.
 EDGES = {"cu_q_lens": np.array([0, 3, 3, 5, 9, 10]), "cu_kv_lens": np.array([0, 4, 6, 6, 8, 9])}
 FORMS = {
     "plain": {},
@@ -33,7 +33,7 @@ def packed(seed: int, **changes: Any) -> Arrays:
 
 
 def sparse(seed: int, **changes: Any) -> Arrays:
-    """Lists with duplicates, -1 and indices far outside; one of them is cut to nothing."""
+    """Sparse prefill arguments. Lists have duplicates, -1 and indices out of range; `topk_lens` empties one list."""
     rng = np.random.default_rng(seed)
     indices = rng.integers(-2, 8, (4, 2, 6))
     indices[1, 0, :3] = 5
@@ -47,7 +47,7 @@ def finite(array: np.ndarray) -> np.ndarray:
 
 
 def differences(function: Callable[..., Any], arguments: Arrays, name: str, weights: tuple[Any, ...]) -> np.ndarray:
-    """The derivative of the weighted sum of a function's results, element by element of one argument."""
+    """The derivative, for each element of one argument, of the weighted sum of a function's results."""
 
     def total(value: np.ndarray) -> float:
         results = function(**arguments | {name: value})
@@ -109,13 +109,13 @@ def test_what_takes_no_part_may_be_nan() -> None:
     out, lse = varlen_attention(**clean)
     d_out = np.ones(out.shape)
     want = varlen_attention_backward(d_out, out=out, lse=lse, **clean)
-    spoilt = {name: clean[name].copy() for name in ("q", "k", "v")}
+    corrupted = {name: clean[name].copy() for name in ("q", "k", "v")}
     for name in ("k", "v"):
-        spoilt[name][9:] = np.nan  # behind the last sequence
-        spoilt[name][4:6] = np.nan  # of a sequence without queries
-    spoilt["q"][3:5], spoilt["q"][10:], d_out[10:] = np.nan, np.nan, np.nan
-    got_out, got_lse = varlen_attention(**clean | spoilt)
+        corrupted[name][9:] = np.nan  # after the last sequence
+        corrupted[name][4:6] = np.nan  # keys of a sequence without queries
+    corrupted["q"][3:5], corrupted["q"][10:], d_out[10:] = np.nan, np.nan, np.nan
+    got_out, got_lse = varlen_attention(**clean | corrupted)
     np.testing.assert_array_equal(got_out, out)
-    got = varlen_attention_backward(d_out, out=got_out, lse=got_lse, **clean | spoilt)
+    got = varlen_attention_backward(d_out, out=got_out, lse=got_lse, **clean | corrupted)
     for name, mine, theirs in zip(("dq", "dk", "dv"), got, want, strict=False):
         np.testing.assert_array_equal(mine, theirs, err_msg=name)

@@ -1,4 +1,4 @@
-"""The versions that pip is asked for are those that tools/versions.py tries, and the page says how that ended."""
+"""The extras allow the versions that tools/versions.py tries, and the page of versions has the outcomes."""
 
 import json
 import re
@@ -19,7 +19,7 @@ OLDEST, NEWEST = versions.ENVIRONMENTS["oldest"], versions.ENVIRONMENTS["newest"
 
 
 def allowed(oldest: str, newest: str) -> str:
-    """From the oldest version to the release that the newest one is of."""
+    """The specifier for versions from `oldest` to the release series of `newest`."""
     release, minor = newest.split(".")[:2]
     return f">={oldest.removesuffix('.0')},<{release}.{int(minor) + 1}"
 
@@ -31,7 +31,9 @@ def asked_for(name: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("name", sorted({**OLDEST.packages, **OLDEST.apart}.keys() - {"jax-cuda13-plugin"}))  # jax's
+@pytest.mark.parametrize(
+    "name", sorted({**OLDEST.packages, **OLDEST.apart}.keys() - {"jax-cuda13-plugin"})
+)  # no extra names jax's plugin
 def test_what_was_tried_is_what_is_allowed(name: str) -> None:
     oldest, newest = ((each.packages | each.apart)[name] for each in (OLDEST, NEWEST))
     assert asked_for(name) == {allowed(oldest, newest)}

@@ -1,4 +1,4 @@
-"""`ragged-attention view` says what the kernels do: its programs, blocks and masks are those of the interpreter."""
+"""`ragged-attention view` shows what the kernels do: its programs, blocks and masks are those of the interpreter."""
 
 import collections
 import dataclasses
@@ -38,11 +38,11 @@ def run_cli(capsys):
 
 
 class Reads:
-    """Which slots of the cache each program of the first KV head reads, how many products it makes, and the grids."""
+    """The cache slots that each program of the first KV head reads, the number of products, and the grids."""
 
     def __init__(self) -> None:
         self.kernel = ""
-        self.cache: tuple[int, int, int] = (0, 0, 1)  # where the cache begins and ends, and bytes of a slot
+        self.cache: tuple[int, int, int] = (0, 0, 1)  # the cache's first and end address, and the bytes of a slot
         self.slots: dict[Any, set[int]] = collections.defaultdict(set)
         self.grids: list[tuple[str, tuple[int, ...]]] = []
 
@@ -78,7 +78,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 def tensor(value: Any) -> Any:
-    """An array for an argument of which only the shape is known, or one of NumPy's."""
+    """A tensor for a NumPy array, or with arbitrary values for an argument of which only the shape is known."""
     if not isinstance(value, FakeArray):
         return torch.from_numpy(value) if hasattr(value, "dtype") else value
     kind = getattr(torch, value.dtype)
@@ -88,7 +88,7 @@ def tensor(value: Any) -> Any:
 
 
 def call_kernels(batch: view.Batch, tile: Any, reads: Reads) -> None:
-    """The operation by Triton's interpreter, on a cache of which it is noted what is read."""
+    """Run a batch's operation in Triton's interpreter, and record in `reads` what it reads of the cache."""
     front = importlib.import_module("ragged_attention.torch")
     arguments = {
         name: tensor(value) for name, value in (batch.sample.arguments(batch.operation) | batch.arrays()).items()
@@ -206,7 +206,7 @@ def test_programs_read_the_keys_that_the_view_says(reads: Reads, name: str, monk
 
 
 def test_the_kernels_of_a_case_have_work_for_as_many_programs_as_the_roofline_says() -> None:
-    """Which another test holds to the loads and products of the interpreter."""
+    """The numbers of working programs equal the roofline's, which test_roofline compares with the interpreter."""
     roofline = importlib.import_module("benchmarks.roofline")
     catalogue = importlib.import_module("benchmarks.cases.catalogue")
     hopper = device("h200")
@@ -231,7 +231,7 @@ def test_a_timeline_gives_each_program_to_the_multiprocessor_that_is_free_first(
 
 
 def test_one_long_sequence_is_shown_in_parts(run_cli, tmp_path) -> None:
-    """63 x 16 and 2048 blocks of 64 keys, for 132 programs a KV head: 24 each at most."""
+    """63 sequences of 16 blocks and one of 2048 (of 64 keys) share 132 programs per KV head: 24 blocks at most each."""
     picture = tmp_path / "batch.svg"
     code, out, err = run_cli(
         "--q-lens", "64x1", "--kv-lens", "63x1024,131072", "--device", "h200", "--svg", str(picture)

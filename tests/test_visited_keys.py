@@ -1,8 +1,8 @@
-"""The blocks of keys that the Triton kernels load, against what ranges of keys, or lists of blocks, alone say.
+"""The Triton kernels load exactly the blocks of keys that key ranges or block lists require.
 
-The loads of Triton's interpreter are recorded. A load without a mask belongs to an unmasked loop. The rows of a program
-are those that it loads, so nothing here depends on the numbering of programs or on functions of the kernels. Sizes of
-tiles are given, and products are in float32, so that each visited block costs the same number of them.
+Loads are recorded in Triton's interpreter. A load without a mask belongs to an unmasked loop. A program's query rows
+are those that it loads, so these tests depend neither on the numbering of programs nor on functions of the kernels.
+Tile sizes are fixed and products are in float32, so each visited block costs the same number of products.
 """
 
 import collections
@@ -28,19 +28,19 @@ LENS = ((70, 230), (1, 200), (3, 150))  # a prompt and two short sequences
 Q_EDGES, KEY_EDGES = (np.cumsum([0, *lens]).astype(np.int32) for lens in zip(*LENS, strict=True))
 KV_LENS = np.diff(KEY_EDGES)
 TABLES = Q_EDGES, KV_LENS, int(Q_EDGES[-1])
-BLOCK, EDGE = 32, 16  # keys of a block without and with a mask
+BLOCK, EDGE = 32, 16  # keys per unmasked block and per masked block
 GROUP, WIDTH, PAGE_SIZE = 2, 16, 16
 SPANS = np.array([[[40, 130], [180, 210]]] * len(LENS), np.int32)
 
 
 def two_apart() -> NDArray[np.int32]:
-    """Two ranges of each query, with more than a block between them, whose edges differ from query to query."""
+    """Two ranges per query, with more than a block between them. Their edges differ from query to query."""
     shift = np.arange(TABLES[2]) % 7
     return np.stack([3 + shift, 70 - shift, 130 + shift, 200 - shift], 1).reshape(-1, 2, 2).astype(np.int32)
 
 
-def in_turn() -> NDArray[np.int32]:
-    """`two_apart`, where the order of the ranges differs from query to query."""
+def alternating() -> NDArray[np.int32]:
+    """The ranges of `two_apart`, in an order that alternates from query to query."""
     ranges = two_apart()
     ranges[1::2] = ranges[1::2, ::-1]
     return ranges
@@ -52,13 +52,13 @@ MASKS: dict[str, Callable[[], NDArray[np.int32]]] = {
     "prefix and window": lambda: made.prefix_window_ranges(*TABLES, prefix=40, sliding_window=70),
     "spans": lambda: made.span_ranges(*TABLES, spans=SPANS),
     "two ranges apart": two_apart,
-    "two ranges in turn": in_turn,
+    "two ranges in turn": alternating,
 }
-GAPS = ("two ranges in turn",)  # the range of a tile then has the keys between two ranges: visited, but not loaded
-HALVES = ("chunks",)  # a tile at the edge of a chunk has rows without a common key: its masked blocks may be halves
+GAPS = ("two ranges in turn",)  # a tile visits the keys between two ranges, but does not load them
+HALVES = ("chunks",)  # rows of a tile at a chunk's edge may share no key; its masked blocks may be half blocks
 
 
-# ---- what is loaded
+# ---- recorded loads
 
 
 def no_rows() -> dict[str, collections.Counter[int]]:
@@ -67,14 +67,14 @@ def no_rows() -> dict[str, collections.Counter[int]]:
 
 @dataclasses.dataclass
 class Program:
-    """What a program loads of the queries and of the keys: how often each row of an array, without and with masks."""
+    """A program's loads: how often it loads each row of an array, without and with a mask."""
 
     unmasked: dict[str, collections.Counter[int]] = dataclasses.field(default_factory=no_rows)
     masked: dict[str, collections.Counter[int]] = dataclasses.field(default_factory=no_rows)
     products: int = 0
 
     def rows(self, name: str) -> NDArray[np.int64]:
-        """The rows of an array, in order."""
+        """The loaded rows of an array, sorted."""
         return np.array(sorted(self.unmasked[name] + self.masked[name]), np.int64)
 
 
@@ -115,7 +115,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def load_without_mask(self: Any, *arguments: Any) -> Any:
         recorder.has_mask = False
         try:
-            return plain_load(self, *arguments)  # which calls the other one
+            return plain_load(self, *arguments)  # it calls the masked load
         finally:
             recorder.has_mask = True
 
@@ -138,11 +138,11 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return recorder
 
 
-# ---- what the ranges say
+# ---- visibility by ranges
 
 
 def seen_by_ranges(ranges: NDArray[np.int32]) -> NDArray[np.bool_]:
-    """Whether a query sees a packed key in a range, [R, queries, keys]."""
+    """The mask [R, queries, keys]: whether a query sees a packed key in range R."""
     count = ranges.shape[1]
     seen = np.zeros((count, TABLES[2], int(KEY_EDGES[-1])), bool)
     for (start, stop), (first, last) in zip(itertools.pairwise(Q_EDGES), itertools.pairwise(KEY_EDGES), strict=True):
@@ -162,8 +162,8 @@ def expect_visits(
 ) -> int:
     """Check a program's loads of the array `streamed`, and return the number of blocks that it visits.
 
-    `seen` [R, own, streamed] says which of a sequence's streamed rows, the first of which is `origin`, the program's
-    own rows see. `sizes` are those of a block without and with a mask.
+    `seen` [R, own rows, streamed rows] is the mask of the program's own rows over a sequence's streamed rows, the first
+    of which is `origin`. `sizes` are the rows per unmasked block and per masked block.
     """
     whole_size, size = sizes
     whole, masked = (each[streamed] for each in (program.unmasked, program.masked))
@@ -173,7 +173,7 @@ def expect_visits(
     assert np.all((whole_rows >= 0) & (whole_rows < length)), "rows beyond the sequence without a mask"
     assert np.any(seen, axis=0)[:, whole_rows].all(), "rows without a mask that not all see"
     by_all = np.zeros(-(-length // whole_size) * whole_size, bool)
-    by_all[:length] = seen.all(1).any(0)  # in one range
+    by_all[:length] = seen.all(1).any(0)  # visible to all rows in one range
     wanted = {int(block) for block in np.flatnonzero(by_all.reshape(-1, whole_size).all(1))} if unmasked else set()
     assert blocks_of(whole_rows, whole_size) == wanted, "blocks that all rows see, and no others, have no mask"
     assert len(whole) == len(wanted) * whole_size, "whole blocks are loaded whole"
@@ -185,7 +185,7 @@ def expect_visits(
 
 
 def expect_equal_cost(programs: dict[Any, Program], visits: dict[Any, int], name: str) -> None:
-    """Check that no program makes products for blocks that it does not load."""
+    """Check that every visited block costs the same number of products, and other blocks cost none."""
     if name in GAPS:
         return
     costs = {programs[index].products / count for index, count in visits.items() if count}
@@ -202,7 +202,7 @@ def expect_keys(
     recorder: Recorder, kernel: str, ranges: NDArray[np.int32], sizes: tuple[int, int] = (BLOCK, BLOCK),
     *, heads: int = GROUP, unmasked: bool = True, of_slot: Callable[[int], int] = int,
 ) -> dict[Any, int]:  # fmt: skip
-    """Check a kernel whose programs have rows of queries; returns the number of blocks that each program visits.
+    """Check a kernel whose programs own query rows; returns the number of blocks that each program visits.
 
     `of_slot` gives the packed key of a row of `keys`.
     """
@@ -222,7 +222,7 @@ def expect_keys(
 
 
 def expect_rows(recorder: Recorder, ranges: NDArray[np.int32]) -> dict[Any, int]:
-    """`expect_keys` for the gradient of keys, whose programs have keys and visit blocks of rows of queries."""
+    """`expect_keys` for the gradient of keys, whose programs own keys and visit blocks of query rows."""
     seen, programs, visits = seen_by_ranges(ranges), recorder.programs["dkv_kernel"], {}
     for index, program in programs.items():
         keys = program.rows("k")
@@ -245,7 +245,7 @@ def drawn(*shape: int) -> Any:
 
 
 def paged(width: int, heads: int) -> tuple[dict[str, Any], Callable[[int], int], tuple[int, ...]]:
-    """Arguments with shuffled pages, the packed key of a row of the pages, or -1, and the shape of the pages."""
+    """Arguments with shuffled pages, a function from a page row to its packed key (or -1), and the pages' shape."""
     counts = -(-KV_LENS // PAGE_SIZE)
     order = np.random.default_rng(0).permutation(int(counts.sum())).astype(np.int32)
     table = np.full((len(LENS), int(counts.max())), -1, np.int32)
@@ -272,7 +272,7 @@ def packed() -> dict[str, Any]:
 
 
 def run_paged(recorder: Recorder, mask: dict[str, Any]) -> Callable[[int], int]:
-    """Paged attention over separate pages of keys and values; returns the packed key of a row of the keys."""
+    """Check paged attention over separate K and V pages; returns a function from a row of K to its packed key."""
     arguments, of_slot, shape = paged(WIDTH, GROUP)
     k_pages, v_pages = drawn(*shape), drawn(*shape)
     recorder.watch(q=arguments["q"], k=k_pages)
@@ -331,7 +331,7 @@ every_mask = pytest.mark.parametrize("name", MASKS)
 
 @every_mask
 def test_blocks_of_paged_attention(recorder: Recorder, name: str) -> None:
-    """The tile kernel has the prompts. Blocks of the split kernel are so small that those with a mask are as large."""
+    """The kernels visit the right blocks. The split kernel's small blocks have one size, with and without a mask."""
     ranges = MASKS[name]()
     of_slot = run_paged(recorder, as_argument(ranges))
     for kernel, sizes in (("tile_kernel", (BLOCK, EDGE)), ("split_kernel", (EDGE, EDGE))):
@@ -358,7 +358,7 @@ def test_blocks_of_the_gradient_of_packed_attention(recorder: Recorder, name: st
 @every_mask
 @pytest.mark.parametrize("heads", [3, 16], ids=["tokens share a tile", "a tile for each token"])
 def test_blocks_of_latent_attention(recorder: Recorder, name: str, heads: int) -> None:
-    """Every load has a mask here."""
+    """The kernel visits the right blocks, all of them with masked loads."""
     ranges = MASKS[name]()
     of_slot = run_latent(recorder, as_argument(ranges), heads)
     kernel = "ragged_latent_kernel"
@@ -381,7 +381,7 @@ def test_causal_ranges_load_and_multiply_what_a_causal_mask_does(recorder: Recor
 
 
 def test_visits_of_another_mask_are_noticed(recorder: Recorder) -> None:
-    """A block that is visited without being seen, and a block that is not visited although it is seen."""
+    """The checks notice a visited block that no row sees, a visible block that is not visited, and unequal costs."""
     run_packed(recorder, as_argument(made.window_ranges(*TABLES)))
     with pytest.raises(AssertionError, match="rows without a mask that not all see"):
         expect_keys(recorder, "forward_kernel", MASKS["causal"]())
@@ -390,19 +390,19 @@ def test_visits_of_another_mask_are_noticed(recorder: Recorder) -> None:
     with pytest.raises(AssertionError, match="blocks that"):
         expect_keys(recorder, "forward_kernel", two_apart() + np.array([0, 40], np.int32))
     recorder.programs.clear()
-    run_packed(recorder, as_argument(in_turn()))
-    visits = expect_keys(recorder, "forward_kernel", in_turn())
+    run_packed(recorder, as_argument(alternating()))
+    visits = expect_keys(recorder, "forward_kernel", alternating())
     with pytest.raises(AssertionError, match="products per visited block"):
         expect_equal_cost(recorder.programs["forward_kernel"], visits, "")
 
 
 # ---- lists of blocks
 
-LISTED = 8  # keys of a block
+LISTED = 8  # keys per listed block
 
 
 def lists() -> NDArray[np.int32]:
-    """Four entries for each query: neighbours name much the same blocks, some of them twice, some that do not exist."""
+    """Lists [T, 1, 4]: neighbouring queries share most blocks. Some blocks are listed twice, and some do not exist."""
     query = np.arange(TABLES[2])
     return np.stack([query // 9 % 5, 7 + query // 4 % 3, 7 + query // 4 % 3, 40 - query % 70], 1)[:, None].astype(
         np.int32
@@ -410,7 +410,7 @@ def lists() -> NDArray[np.int32]:
 
 
 def shown_by_lists(causal: bool) -> NDArray[np.bool_]:
-    """Whether a query sees a packed key, [queries, keys]."""
+    """The mask [queries, keys]: whether a query sees a packed key."""
     seen = np.zeros((TABLES[2], int(KEY_EDGES[-1])), bool)
     for (start, stop), (first, last) in zip(itertools.pairwise(Q_EDGES), itertools.pairwise(KEY_EDGES), strict=True):
         key = np.arange(last - first)
@@ -425,18 +425,18 @@ def as_lists(causal: bool) -> dict[str, Any]:
 
 
 def expect_listed(
-    programs: dict[Any, Program], streamed: str, own_of: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
+    programs: dict[Any, Program], streamed: str, seen_from: Callable[[NDArray[np.int64]], NDArray[np.bool_]]
 ) -> None:
-    """Check that each program loads the rows of `streamed` that its own rows see, those alone, and each once.
+    """Check that each program loads exactly the rows of `streamed` that its own rows see, each once.
 
-    `own_of` says which streamed rows each of the program's own rows sees.
+    `seen_from` gives the mask [own rows, streamed rows] of the program's own rows.
     """
     own, loads = "q" if streamed == "k" else "k", 0
     for program in programs.values():
         rows = program.rows(own)
         assert not program.unmasked[streamed]
         found = program.masked[streamed]
-        wanted = np.flatnonzero(own_of(rows).any(0)) if len(rows) else np.zeros(0, int)
+        wanted = np.flatnonzero(seen_from(rows).any(0)) if len(rows) else np.zeros(0, int)
         assert sorted(found) == wanted.tolist(), "rows that some row sees, and no others"
         assert all(count == 1 for count in found.values()), "rows that are loaded twice"
         loads += len(found)
@@ -458,7 +458,7 @@ def test_listed_keys_of_packed_attention(recorder: Recorder, causal: bool, joine
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_listed_keys_of_the_gradient_of_packed_attention(recorder: Recorder, causal: bool) -> None:
-    """The gradient of keys loads each row that names a key of the program and sees it, and no other row."""
+    """The gradient of keys loads the query rows that list and see a key of the program, and no other rows."""
     run_gradient(recorder, as_lists(causal))
     seen = shown_by_lists(causal)
     expect_listed(recorder.programs["dq_kernel"], "k", lambda rows: seen[rows // GROUP])
@@ -470,7 +470,7 @@ def test_listed_keys_of_the_gradient_of_packed_attention(recorder: Recorder, cau
 
 @pytest.mark.parametrize("options", [{"joined_tokens": 8}, {"num_splits": 3}], ids=["joined lists", "splits"])
 def test_listed_keys_of_paged_attention(recorder: Recorder, options: dict[str, int]) -> None:
-    """Splits of a query are programs of their own, each of which loads a part of the keys."""
+    """Each split of a query is a program, and together they load the query's listed keys once."""
     arguments, of_slot, shape = paged(WIDTH, GROUP)
     k_pages, v_pages = drawn(*shape), drawn(*shape)
     given: dict[str, Any] = arguments | {"kv_pages": (k_pages, v_pages)} | as_lists(True)
@@ -491,7 +491,7 @@ def test_listed_keys_of_paged_attention(recorder: Recorder, options: dict[str, i
 
 @pytest.mark.parametrize("splits", [2, 8, 30])
 def test_splits_of_latents_begin_in_a_later_range(splits: int) -> None:
-    """A split may begin between two ranges of keys. Its first block is then not that with which its keys begin."""
+    """A split that begins between two ranges of keys starts with a block of the later range."""
     arguments, _, shape = paged(48, 3)
     ranges = np.zeros((TABLES[2], 2, 2), np.int32)
     ranges[:, 0] = 0, 20

@@ -1,4 +1,4 @@
-"""The program that runs the cases of vLLM's own tests, on some of them, with stand-ins for vLLM's classes."""
+"""The program that runs cases of vLLM's own tests works on a selection of them, with stand-ins for vLLM's classes."""
 
 import importlib
 import sys
@@ -18,7 +18,7 @@ from tests.test_integration_vllm import vllm_config
 
 
 def small_cases() -> Iterator[vllm_masks.Case]:
-    """Every fourth of each group's smallest cases."""
+    """Every fourth of the 20 smallest cases of each group."""
     every = sorted(vllm_masks.cases(), key=lambda case: sum(q * kv for q, kv in case.lens) * case.heads[0])
     for group in dict.fromkeys(case.group for case in every):
         yield from [case for case in every if case.group == group][:20:4]
@@ -54,7 +54,7 @@ def test_a_span_without_its_last_token_is_found(layers: None, monkeypatch: pytes
 
 
 def test_keys_before_the_window_are_told_apart() -> None:
-    """vLLM's kernel is not judged where an image keeps them in view."""
+    """vLLM's kernel is not judged on cases in which an image makes keys before the window visible."""
     spans = {0: [(2, 40)]}
     long, short = (vllm_masks.Case("", [(50, 50)], window=window, spans=spans) for window in (38, 39))
     assert (long.is_beyond_window, short.is_beyond_window) == (True, False)
@@ -62,7 +62,7 @@ def test_keys_before_the_window_are_told_apart() -> None:
 
 
 def test_the_rule_is_one_of_whole_requests() -> None:
-    """A query sees itself, and what it sees does not depend on which of the request's tokens are new."""
+    """A query sees itself, and its visible keys do not depend on which of the request's tokens are new."""
     for case in CASES:
         for row, (q_len, kv_len) in enumerate(case.lens):
             seen = torch.from_numpy(case.sees(row))
