@@ -1,19 +1,19 @@
-"""What holds a kernel to its definition: strategies, comparator, laws, guarded memory; for kernels of others too.
+"""The conformance kit: it tests this project's kernels, and other people's, against the NumPy reference.
 
-`ragged-attention conformance --backend X` and `pytest --pyargs ragged_attention.testing --backend X` run all of it
-on a backend. The parts, for tests of one's own:
+`ragged-attention conformance --backend X` and `pytest --pyargs ragged_attention.testing --backend X` run the whole
+suite on a backend. These are its parts, for use in your own tests:
 
-    Spec, Batch, WriteBatch, MergeBatch    a batch's structure, and the NumPy arrays made from it
+    Spec, Batch, WriteBatch, MergeBatch    a batch's structure, and the NumPy arrays built from it
     PagedSpec, ChunkSpec                   the structures of batches over heads-first pages
-    PrefillSpec, DecodeSpec                the structures of latent attention's batches
+    PrefillSpec, DecodeSpec                the structures of batches for latent attention
     VarlenSpec, GradientSpec               the structures of batches of packed sequences, and of gradients
-    CORNERS                                a named batch for every edge of the definition
-    agrees                                 the one comparison, with the one set of bounds
-    LAWS, HEADS_FIRST_LAWS, MLA_LAWS       what holds without an oracle
-    VARLEN_LAWS, SPARSE_GRADIENT_LAWS      the same of packed sequences and of gradients
-    judge                                  a report on a plain function, or on a command
+    CORNERS                                a named batch for each edge case of ragged_paged_attention
+    agrees                                 the comparison with the reference, and its tolerances
+    LAWS, HEADS_FIRST_LAWS, MLA_LAWS       properties that hold without a reference result
+    VARLEN_LAWS, SPARSE_GRADIENT_LAWS      such properties of packed sequences and of gradients
+    judge                                  tests a plain function or a command and returns a report
     runner_for                             a backend, called through the torch or the jax front end
-    guarded                                arrays that end where readable memory ends
+    guarded                                a copy of an array that ends where readable memory ends
 
 `ragged_attention.testing.paged.strategies`, `.heads_first_suite`, `.mla_strategies` and `.varlen_strategies` have the
 Hypothesis strategies.
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Load what a name stands for: later than this package, because `ptx` needs none of it and stands alone.
+    """Load a public name on first use, because the module `ptx` must be importable without the rest of the kit.
 
-    Modules are asked for here too, by `from ragged_attention.testing import ptx`, before they are imported.
+    Python also calls this for modules that are not imported yet, in `from ragged_attention.testing import ptx`.
     """
     if name.startswith("__") or importlib.util.find_spec(f"{__name__}.{name}"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""Calls over arrays with a stride of 0: what a dummy cache is, and whatever else a caller has expanded.
+"""Calls over arrays with a stride of 0, such as a dummy cache or any other expanded array.
 
-An array then lies in memory once along an axis, over which all that it holds is alike.
+All slices of such an array along the axis with stride 0 share one copy in memory, so their values are equal.
 """
 
 import dataclasses
@@ -34,11 +34,12 @@ from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
-Alike = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]  # check, batch, axes of arguments
+# A check, the builder of its batch, and the axis of stride 0 for each argument that has one.
+Alike = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]
 
 
 def alike(batch: Any, axes: dict[str, int]) -> Any:
-    """The batch with arguments alike along an axis of theirs, all as the first there; of a pair both."""
+    """The batch with its arguments in `axes` set to repeat their first slice along that axis, both arrays of a pair."""
 
     def repeated(value: Any, axis: int) -> Any:
         if isinstance(value, tuple):
@@ -65,7 +66,7 @@ def _attention() -> Iterator[Alike]:
 
 def _latents(format: str) -> Iterator[Alike]:
     d_v = 32 if format == "plain" else 512
-    # A page whose parts lie apart has no rows that could be repeated.
+    # In a page that stores its parts in separate planes, there are no rows to repeat.
     for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
         of_format: dict[str, Any] = {"format": format, "d_v": d_v, "page_size": 3, "heads": 2}
         tables = Spec(lens=((1, 9), (3, 7)), page_size=3, group=2)
@@ -131,6 +132,6 @@ def _cases(family: Callable[[], Iterator[Alike]]) -> Iterator[Case]:
 
 
 def corners() -> Iterator[Check]:
-    """A check for each family."""
+    """One check for each family of operations."""
     for name, family in FAMILIES.items():
         yield Check("corner", f"strides of 0, {name}", on_cases(functools.partial(_cases, family)))

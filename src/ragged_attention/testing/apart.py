@@ -1,6 +1,6 @@
-"""Checks in a process apart: one that hangs can be ended, and Triton or jax can be set up there in another way.
+"""Run checks in a separate process, which can be killed if it hangs and can configure Triton or jax differently.
 
-The process is given names of checks on its standard input and answers each with a line of JSON.
+The process reads names of checks from its standard input and answers each with one line of JSON.
 """
 
 import atexit
@@ -27,32 +27,33 @@ READY = "ready\n"
 def judged(
     command: Sequence[str], names: Iterable[str], *, timeout: float, environ: Mapping[str, str] | None = None
 ) -> Iterator[Verdict]:
-    """What becomes of the checks of these names in a process that `command` starts and `serve` answers in.
+    """The verdicts of the named checks, from a process that `command` starts and that runs `serve`.
 
-    `timeout` is for each check. A process that hangs is ended, and the next check goes on in another. The process
-    stays for the next call that would start the same one. `environ` is added to the environment.
+    `timeout` applies to each check, in seconds. A process that hangs is killed, and the next check runs in a new one.
+    The process stays alive, so that the next call with the same command and environment reuses it. `environ` is added
+    to the environment.
     """
     for name in names:
         yield _process(tuple(command), tuple(sorted((environ or {}).items()))).verdict(name, timeout)
 
 
 def serve(runner: Runner, checks: Iterable[Check], examples: int) -> None:
-    """Answer for the checks that are named on standard input; what a process's main function ends with."""
+    """Run the checks that are named on standard input and write their verdicts; the last step of a `main` function."""
     sys.stdout.write(READY)
-    out, sys.stdout = sys.stdout, sys.stderr  # the answers alone go to standard output
+    out, sys.stdout = sys.stdout, sys.stderr  # only verdicts go to standard output
     out.flush()
     answer(runner, {str(check): check for check in checks}, sys.stdin, examples, out)
 
 
 def answer(runner: Runner, checks: Mapping[str, Check], names: Iterable[str], examples: int, out: IO[str]) -> None:
-    """Run the checks of these names here, and write a line of JSON for each as soon as it is known."""
+    """Run the named checks in this process, and write each verdict as a line of JSON as soon as it is known."""
     for name in names:
         out.write(json.dumps(dataclasses.asdict(verdict_of(runner, checks[name.strip()], examples))) + "\n")
         out.flush()
 
 
 def _process(command: tuple[str, ...], environ: tuple[tuple[str, str], ...]) -> "_Process":
-    """The process of this command; no other remains, for each takes much memory."""
+    """The running process of this command. Any other one is killed, because each process takes much memory."""
     if (running := _Process.last) and (running.ended or running.started_by != (command, environ)):
         running.end()
     if _Process.last is None:
@@ -61,7 +62,7 @@ def _process(command: tuple[str, ...], environ: tuple[tuple[str, str], ...]) -> 
 
 
 class _Process:
-    """A process that is given names of checks and answers each with a line of JSON."""
+    """A process that reads names of checks and answers each with a line of JSON."""
 
     last: ClassVar["_Process | None"] = None
 
@@ -83,8 +84,8 @@ class _Process:
         self._lines.put(None)
 
     def verdict(self, name: str, timeout: float) -> Verdict:
-        """What becomes of a check."""
-        if not self._begun:  # the time that imports take is no check's
+        """The verdict of the named check; a process that hangs or dies is a failure."""
+        if not self._begun:  # import time does not count towards a check's timeout
             self._begun = self._lines.get() == READY
         begun = time.perf_counter()
         try:
@@ -104,7 +105,7 @@ class _Process:
 
     def _answer(self, name: str, timeout: float) -> str | None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # a process that has ended answers None
+        with contextlib.suppress(BrokenPipeError):  # if the process has ended, `_lines` yields None
             self._process.stdin.write(f"{name}\n")
             self._process.stdin.flush()
         return self._lines.get(timeout=timeout)

@@ -1,7 +1,7 @@
-"""The same queries and keys in other calls: packed sequences cut into chunks, whose keys lie in pages of any size.
+"""Cut packed sequences into chunks, and attend to the same keys in other calls, packed or in pages of any size.
 
-So a prompt is prefilled in parts, its continuation is decoded token by token beside other sequences, and all of it is
-packed again for training.
+This is what happens to a text in practice: its prompt is prefilled in chunks, its continuation is decoded token by
+token beside other sequences, and all of it is packed again for training.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ PAGE_SIZES = (1, 2, 4, 16, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Consecutive queries of a sequence, and how many of its keys there are by the last of them."""
+    """Consecutive queries of a sequence, and the number of keys that the sequence has at the last of them."""
 
     seq: int
-    first: int  # row of the packed batch
+    first: int  # a row of the packed batch
     stop: int
     kv_len: int
 
@@ -36,17 +36,17 @@ class Chunk:
 
 
 def cut(rng: np.random.Generator, q_len: int) -> list[int]:
-    """The edges of some chunks of `q_len` queries, many of which have one query."""
+    """Random chunk edges for `q_len` queries, from 0 to `q_len`; many of the chunks hold one query."""
     places = rng.integers(1, q_len, int(rng.integers(0, 7))) if q_len > 1 else []
     inner = {int(place) + more for place in places for more in (0, 1)}
     return [0, *sorted(edge for edge in inner if edge < q_len), q_len]
 
 
 def chunks_of(batch: VarlenBatch, rng: np.random.Generator) -> list[Chunk]:
-    """All queries of a batch in chunks, in any order.
+    """A batch's queries as chunks, in random order.
 
-    The keys behind a chunk are left out if the batch is `causal`; a chunk that lies before the first key is left out
-    too. Otherwise all keys are there, and a sequence is cut only if its queries' positions do not matter.
+    If the batch is `causal`, a chunk has no keys after its last query, and a chunk that lies before the first key is
+    left out. Otherwise each chunk has all keys, and a sequence is cut only if no argument depends on query positions.
     """
     placed = (batch.sliding_window, batch.alibi_slopes, batch.relative_bias, batch.selected)
     cuts = batch.causal or all(value is None for value in placed)
@@ -61,7 +61,7 @@ def chunks_of(batch: VarlenBatch, rng: np.random.Generator) -> list[Chunk]:
 
 
 def rows_of(chunks: list[Chunk]) -> NDArray[np.int64]:
-    """The rows that the queries of chunks have in the packed batch."""
+    """The rows of the chunks' queries in the packed batch."""
     rows = [np.arange(chunk.first, chunk.stop) for chunk in chunks]
     return np.concatenate([np.zeros(0, np.int64), *rows])
 
@@ -71,16 +71,16 @@ def edges_of(lens: list[int]) -> NDArray[np.int32]:
 
 
 def of_queries(batch: VarlenBatch | Batch, rows: Any) -> dict[str, Any]:
-    """The arguments of a batch that have a row for each query, with some of these rows."""
+    """The given rows of those arguments that have one row per query."""
     names = ["q", "key_ranges", "selected", "relative_bias", *(["draft_mask"] if isinstance(batch, Batch) else [])]
     given = {name: array for name in names if (array := getattr(batch, name)) is not None}
-    if given.get("relative_bias", batch.q).ndim == 2:  # all queries share it
+    if given.get("relative_bias", batch.q).ndim == 2:  # one bias shared by all queries
         del given["relative_bias"]
     return {name: array[rows] for name, array in given.items()}
 
 
 def packed(batch: VarlenBatch, chunks: list[Chunk]) -> VarlenBatch:
-    """A call of chunks as packed sequences, each with its own copy of the keys."""
+    """A packed call in which each chunk is a sequence with its own copy of the keys."""
     starts = [keys.start for _, keys, _ in batch.parts()]
     keys = [np.arange(starts[chunk.seq], starts[chunk.seq] + chunk.kv_len) for chunk in chunks]
     kept = np.concatenate([np.zeros(0, np.int64), *keys])
@@ -96,7 +96,10 @@ def packed(batch: VarlenBatch, chunks: list[Chunk]) -> VarlenBatch:
 
 
 def paged(batch: VarlenBatch, chunks: list[Chunk], rng: np.random.Generator) -> Batch:
-    """A call of chunks over pages of any size and order, which the chunks of a sequence share."""
+    """A paged call in which each chunk is a sequence.
+
+    Pages have a random size and a random order. The chunks of a sequence share its pages.
+    """
     size = int(rng.choice(PAGE_SIZES))
     lens = np.diff(batch.cu_kv_lens)
     counts = -(-lens // size)
@@ -115,15 +118,15 @@ def paged(batch: VarlenBatch, chunks: list[Chunk], rng: np.random.Generator) -> 
         kv_lens=np.array([chunk.kv_len for chunk in chunks], np.int32),
         page_indices=tables[[chunk.seq for chunk in chunks]].reshape(len(chunks), tables.shape[1]),
         cu_q_lens=edges_of([chunk.num_queries for chunk in chunks]),
-        causal=batch.causal or batch.key_ranges is not None,  # which replace it
+        causal=batch.causal or batch.key_ranges is not None,  # key ranges replace the causal mask
     )
 
 
 def parts_of(batch: Batch, rng: np.random.Generator) -> list[tuple[slice, Batch]]:
-    """Each sequence of a causal batch over pages in chunks, and the rows of each chunk among those of all.
+    """The chunks of each sequence of a causal paged batch, each with its rows in the whole batch.
 
-    Ranges of keys replace the causal mask, so all keys are there from the first chunk on. A sequence stays whole if it
-    has more queries than keys, or biases by position beside its ranges.
+    Key ranges replace the causal mask, so with them every chunk has all keys. A sequence is not cut if it has more
+    queries than keys, or if it has both key ranges and biases that depend on positions.
     """
     ranged = batch.key_ranges is not None
     placed = batch.alibi_slopes is not None or batch.relative_bias is not None

@@ -1,7 +1,7 @@
-"""How pytest gets the suite's parameters: `from ragged_attention.testing.collection import *` in a conftest.py.
+"""The suite's parameters for pytest: use `from ragged_attention.testing.collection import *` in a conftest.py.
 
-A test that takes `runner` is run on every backend that is present, one that takes `examples` gets the profile's
-number of examples (HYPOTHESIS_PROFILE: dev, ci or nightly).
+A test that takes `runner` runs on every backend that is available here. A test that takes `examples` gets the number
+of batches to draw, by the profile in HYPOTHESIS_PROFILE (dev, ci or nightly).
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""The one comparison. No other module knows a tolerance.
+"""Compare results with the reference, within tolerances.
 
-The bounds are those of the operations' definitions: against the reference in float64 on the inputs as rounded.
+The expected values are the reference's, computed in float64 from inputs that are already rounded to their dtypes.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from ragged_attention.reference._kv_layout import widened
 
 SIXTEEN_BITS = (8e-4, 2.01 / 128)
-# |got - want| <= first + second * |want|, by the dtype of the output; 8-bit caches are held to bfloat16's.
+# |got - want| <= first + second * |want|, by the dtype of the output. Calls with 8-bit caches use bfloat16's bounds.
 BOUNDS = {
     "float32": (2e-5, 2e-5),
     "float16": SIXTEEN_BITS,
@@ -21,7 +21,8 @@ BOUNDS = {
     "lse bfloat16": (1e-5, 2e-4),
 }
 COSINE = 5e-6
-# |got - want| < first, or |got - want| / (|want| + 1e-6) < second; then the cosine difference. FlashMLA's.
+# FlashMLA's bounds: |got - want| < first, or |got - want| / (|want| + 1e-6) < second. The third bounds the cosine
+# difference.
 EITHER = {
     "decode out": (8e-4, 2.01 / 128, 5e-6),
     "decode lse": (1e-6, 8.01 / 65536, 1e-7),
@@ -32,8 +33,8 @@ EITHER = {
     "varlen lse": (1e-6, 2.01 / 65536, 1e-7),
     "gradient": (1e-3, 8.01 / 128, 7e-6),
 }
-# A cosine difference is a mean. Where fewer rows than these are not 0, roundings of 2^-9 of the weights, of what they
-# are multiplied into and of the result may well have one sign: then an error of 2^-7 of a vector's length is expected.
+# A cosine difference averages over rows. With fewer than MANY non-zero rows, the rounding errors of 2^-9 in the
+# weights, in their factors and in the result may all have one sign, so an error of 2^-7 of a vector's length is normal.
 MANY = 64
 OF_FEW = {"varlen out": 2.0**-15, "gradient": 2.0**-15}
 
@@ -47,12 +48,13 @@ def agrees(
     constant: bool = False,
     allowance: NDArray[np.float64] | float = 0.0,
 ) -> bool:
-    """Whether `got` is `want` within the bounds of `kind`; raises AssertionError, naming the worst element, if not.
+    """Return True if `got` equals `want` within the bounds of `kind`; else raise AssertionError with the worst element.
 
-    Each element may be wrong by the `allowance` for it as well, which broadcasts against `want` (`rounded_weights`).
-    Places of NaN and infinity are compared first, then each element, then (but for 32 bits) the cosine difference.
-    That is not done for values that are all the same (`constant`): one rounding is the error of them all. Nor is it for
-    a gradient that has cancelled to less than a tenth of the bound: what is left is rounding, without a direction.
+    Each element may also be wrong by its `allowance` (`rounded_weights`), which broadcasts against `want`. The places
+    of NaN and infinity are compared first, then each element, then the cosine difference, except for 32-bit kinds.
+    The cosine difference is skipped for equal values (`constant`), which all have the same rounding error. It is also
+    skipped for a gradient whose elements cancel to less than a tenth of the bound: only rounding errors are left, and
+    these have no direction.
     """
     got, want = _finite_alike(got, want, what)
     finite = np.isfinite(want)
@@ -78,14 +80,17 @@ def agrees(
 
 
 def _wider(cosine: float, allowance: NDArray[np.float64], want: NDArray[np.float64]) -> float:
-    """The cosine difference if an error of the allowance's length is added: half the square of the relative error."""
+    """The bound on the cosine difference, widened for an additional error as long as the allowance.
+
+    A cosine difference is half the square of the relative error.
+    """
     length = float(np.sqrt((want**2).sum()))
     added = float(np.sqrt((allowance**2).sum())) / length if length else 0.0
     return (np.sqrt(2 * cosine) + added) ** 2 / 2
 
 
 def _excess(error: NDArray[np.float64], size: NDArray[np.float64], kind: str) -> tuple[NDArray[np.float64], str]:
-    """Each error over its bound, and the bound in words."""
+    """Each error divided by its bound, and the bound as text."""
     if kind in EITHER:
         absolute, relative, _ = EITHER[kind]
         either = np.minimum(error / absolute, error / (size + 1e-6) / relative)
@@ -95,7 +100,7 @@ def _excess(error: NDArray[np.float64], size: NDArray[np.float64], kind: str) ->
 
 
 def identical(got: ArrayLike, want: ArrayLike, what: str = "out") -> bool:
-    """Whether two arrays are equal to the last bit (NaN equal to NaN); raises AssertionError if not."""
+    """Return True if two arrays have equal values, with NaN equal to NaN; else raise AssertionError."""
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
         raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
@@ -114,7 +119,7 @@ def _worst(excess: NDArray[Any]) -> list[int]:
 
 
 def _finite_alike(got: ArrayLike, want: ArrayLike, what: str) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Both as float64, once they have one shape, and NaN and infinities in the same places."""
+    """Both arrays as float64; raises AssertionError unless shapes and the positions of NaN and infinities are equal."""
     got, want = widened(got), widened(want)
     if got.shape != want.shape:
         raise AssertionError(f"{what}: expected shape {want.shape}, got {got.shape}")
@@ -139,15 +144,16 @@ def _same_direction(got: NDArray[np.float64], want: NDArray[np.float64], what: s
         raise AssertionError(f"{what}: expected a cosine difference <= {bound:g}, got {difference:.3g}")
 
 
-# Of the indexer's logits: the cosine difference of all, and of each the part of the sum of its products' magnitudes.
+# The bounds of the indexer's logits: the cosine difference of all logits, and each logit's error relative to the sum of
+# its products' magnitudes.
 LOGITS = (5e-6, 5e-4)
 
 
 def logits_agree(got: ArrayLike, want: ArrayLike, magnitudes: ArrayLike, what: str = "logits") -> bool:
-    """Whether the indexer's logits are those wanted; `magnitudes` are what they would be if no product cancelled.
+    """Return True if the indexer's logits are as expected; else raise AssertionError.
 
-    A matrix unit of 8-bit floats keeps about 13 bits of its sums, so each error is one of the products, not of what
-    is left of them.
+    `magnitudes` are the sums of the products' absolute values. A matrix unit for 8-bit floats keeps about 13 bits of
+    its sums, so errors are relative to these sums and not to the logits, in which products cancel.
     """
     got, want = _finite_alike(got, want, what)
     finite = np.isfinite(want)
@@ -164,7 +170,10 @@ def logits_agree(got: ArrayLike, want: ArrayLike, magnitudes: ArrayLike, what: s
 
 
 def chosen_agree(got: ArrayLike, logits: ArrayLike, magnitudes: ArrayLike, top_k: int) -> bool:
-    """Whether rows of columns are the `top_k` largest of the logits, as far as rounding of these leaves a choice."""
+    """Return True if each row has the columns of its `top_k` largest logits; else raise AssertionError.
+
+    Columns whose logits are equal within rounding errors may replace each other.
+    """
     got, logits = np.asarray(got), widened(logits)
     if got.shape != (len(logits), top_k):
         raise AssertionError(f"expected shape {(len(logits), top_k)}, got {got.shape}")

@@ -1,8 +1,8 @@
-"""`ragged-attention conformance`: the suite on one backend, with a progress bar and a table at the end.
+"""`ragged-attention conformance`: run the suite on one backend, with a progress bar, and print a table at the end.
 
-On a CPU a backend of Pallas TPU kernels is judged by jax's interpreter of them, and the CUDA kernels by an emulation of
-the GPU, once in each of their modes. On `--device ptx:sm_90` the Triton or the CUDA kernels are compiled for such a GPU
-and their PTX is emulated, from torch under two schedules.
+On a CPU, Pallas TPU kernels run in jax's interpreter and the CUDA kernels in an emulation of the GPU, once in each of
+its modes. With `--device ptx:sm_90`, the Triton or CUDA kernels are compiled for such a GPU and their PTX is emulated;
+from torch, it runs under two schedules.
 """
 
 import argparse
@@ -18,35 +18,39 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.testing import environment, reporting
 from ragged_attention.testing.verdicts import Verdict
 
-INTERPRETED = "No TPU is used: jax's interpreter of TPU kernels runs them, in two modes that show different faults."
+INTERPRETED = "No TPU is used: jax's interpreter of TPU kernels runs them, in two modes that find different faults."
 EMULATED = (
-    "No GPU is used: an emulation of sm_90 runs the kernels' own code, in three modes that show different faults."
+    "No GPU is used: an emulation of sm_90 runs the kernels' own code, in three modes that find different faults."
 )
 COMPILED = "No GPU is used: the kernels are compiled for one, and an emulator runs and watches their PTX."
 
 PASSED, FAILED, NOTHING = 0, 1, 2
 EXIT_STATUS = """\
 exit status:
-  0  every check that could be judged passed
+  0  every check that could run passed
   1  a check failed
-  2  a mistake in what was asked for, or nothing could be judged"""
+  2  the command line has a mistake, or no check could run"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if every check that could be judged passed, 1 if one failed, 2 if nothing could be judged."""
+    """Run the command and return its exit status, one of those in `EXIT_STATUS`."""
     parser = argparse.ArgumentParser(
         prog="ragged-attention conformance", description=__doc__, epilog=EXIT_STATUS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--backend", required=True, help="the backend to judge, a third-party one included")
-    parser.add_argument("--framework", choices=["torch", "jax"], help="one front end (default: all that can)")
+    parser.add_argument("--backend", required=True, help="the backend to test; it may be a third-party one")
+    parser.add_argument(
+        "--framework", choices=["torch", "jax"], help="test through this front end only (default: all that can run)"
+    )
     parser.add_argument("--device", default="cpu", help="cpu (default), a torch device such as cuda, or ptx:sm_90")
-    parser.add_argument("--examples", type=_positive, help="drawn batches a check (default: by HYPOTHESIS_PROFILE)")
-    parser.add_argument("--only", default="", help="checks whose name contains this, such as packed")
+    parser.add_argument(
+        "--examples", type=_positive, help="batches drawn for each check (default: by HYPOTHESIS_PROFILE)"
+    )
+    parser.add_argument("--only", default="", help="run only checks whose name contains this text, such as packed")
     parser.add_argument(
         "--rounded-weights",
         action="store_true",
-        help="softmax weights may be rounded to 16 bits before they are multiplied with values",
+        help="accept softmax weights that are rounded to 16 bits before they are multiplied with values",
     )
     parser.add_argument("--fail-fast", action="store_true", help="stop at the first check that fails")
     parser.add_argument("--junit", metavar="FILE", help="also write the results to FILE as JUnit XML")
@@ -82,7 +86,7 @@ def _positive(text: str) -> int:
 
 
 def _expect_writable(path: str) -> None:
-    """Raise before anything is judged, because a whole run may take hours."""
+    """Raise before the first check, because a whole run may take hours."""
     try:
         Path(path).touch()
     except OSError as error:
@@ -90,7 +94,10 @@ def _expect_writable(path: str) -> None:
 
 
 def _runners(console: Console, backend: str, framework: str | None, device: str) -> tuple[list[Any], dict[str, str]]:
-    """All that can judge the backend, saying which emulate a device, and why others cannot."""
+    """The runners of the backend, and the reason for each that cannot run here.
+
+    Prints a line for the runners that emulate a device.
+    """
     from ragged_attention.testing import cuda_emulator, runner, tpu_interpreter
 
     if device.startswith(environment.PTX):
@@ -142,7 +149,7 @@ def _judge(console: Console, runner: object, checks: Sequence[Any], options: arg
 
 
 def _verdicts(runner: Any, checks: Sequence[Any], examples: int | None) -> Iterator[Verdict]:
-    """What becomes of each check, in order."""
+    """The verdict of each check, in order."""
     from ragged_attention.testing import tpu_interpreter, verdicts
     from ragged_attention.testing.drawing import examples_of
 

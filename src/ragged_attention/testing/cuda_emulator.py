@@ -1,10 +1,13 @@
-"""The suite on the CUDA kernels where there is no GPU: by the emulation of one that `kernels_cuda` builds with g++.
+"""Run the suite on the CUDA kernels without a GPU, in the emulation that `kernels_cuda` builds with g++.
 
-Each batch is judged in three modes that show different faults: `eager`, in which what is asynchronous happens as soon
-as it is asked for; `late`, in which copies land only when no thread can go on without, and products are computed when
-they are waited for, from what the operands are by then; and `crossed`, in which copies land at once, products are late
-and one warpgroup runs for as long as it can. Memory of a block is NaN at first, and a wait that nothing satisfies is an
-error, so that nothing hangs.
+Each batch runs in three modes, which find different faults:
+
+- `eager`: asynchronous copies and products complete as soon as they are issued.
+- `late`: copies land only when no thread can continue without them. Products are computed when they are waited for,
+  from the operands' values at that time.
+- `crossed`: copies land at once, products are late, and one warpgroup runs for as long as it can.
+
+A block's memory is NaN at first. A wait that nothing can satisfy raises an error instead of hanging.
 
 `ragged-attention conformance --backend cuda` does this on a CPU, in every mode.
 """
@@ -21,12 +24,13 @@ from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 
 BACKEND = "cuda"
-MODES: Mapping[str, int] = {"eager": 0, "late": 1, "crossed": 1}  # and the seed of the order of threads; 0: in turn
+# Each mode with its seed for the order in which threads run; 0 means in turn.
+MODES: Mapping[str, int] = {"eager": 0, "late": 1, "crossed": 1}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmulatedRunner(Runner):
-    """The CUDA kernels in the emulation, in this very process."""
+    """A runner whose CUDA kernels are emulated in this process."""
 
     backend: str = BACKEND
     mode: str = "late"
@@ -36,7 +40,7 @@ class EmulatedRunner(Runner):
 
     def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
         result = super()._call(operation, batch, options, **extra)
-        if self.framework == "jax":  # which goes on by itself, but not outside of `around`
+        if self.framework == "jax":  # jax runs asynchronously, but must not outlive `around`
             importlib.import_module("jax").block_until_ready(result)
         return result
 
@@ -50,17 +54,17 @@ class EmulatedRunner(Runner):
 
 
 def emulated(runner: Runner, mode: str) -> EmulatedRunner:
-    """The same runner, emulated."""
+    """The emulated runner with the front end, device and memory placement of `runner`."""
     return EmulatedRunner(framework=runner.framework, device=runner.device, place=runner.place, mode=mode)
 
 
 def missing() -> str | None:
-    """Why the emulation cannot be built here."""
+    """Why the emulation cannot be built here, or None."""
     return toolchain.missing_to_emulate() or compile.missing_to_store()
 
 
 def runners(backend: str, framework: str | None, device: str | None) -> list[EmulatedRunner]:
-    """A runner for each mode and front end that is here, if the emulation of the backend can be built."""
+    """A runner for each mode and installed front end; none unless the backend's emulation can be built here."""
     if backend != BACKEND or device not in (None, "cpu") or missing():
         return []
     present = [name for name in (framework, *FRAMEWORKS) if name and importlib.util.find_spec(name)]

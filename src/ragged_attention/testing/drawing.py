@@ -1,4 +1,4 @@
-"""A check of the suite, and how it is run: on a named batch, or on batches that Hypothesis draws and shrinks."""
+"""The checks of the suite, which run on a named batch or on batches that Hypothesis draws and shrinks."""
 
 import collections
 import contextlib
@@ -27,9 +27,9 @@ from ragged_attention.testing.runner import (
 
 PROFILES = {"dev": 25, "ci": 200, "nightly": 2000}
 PROFILE_VARIABLE = "HYPOTHESIS_PROFILE"
-ATTEMPTS = 10  # for each batch that is to be judged, before a check gives up
+ATTEMPTS = 10  # batches drawn for each one requested, before a check gives up
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
-# Where a backend offers such tunables, the suite also asks for these, so that small batches take every path.
+# Tunables that the suite also tests on backends that offer them, so that small batches take every code path.
 PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
     "ragged_paged_attention": (
         {"num_splits": 1},
@@ -152,14 +152,14 @@ PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
 
 
 def paths(runner: Runner, operation: str) -> list[Mapping[str, Any]]:
-    """The options under which a backend's operation is checked, none of them the first."""
+    """The sets of options with which to test an operation of the runner's backend. The first set is empty."""
     known = runner.tunables(operation)
     return [{}, *(options for options in PATHS.get(operation, ()) if set(options) <= set(known))]
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One line of the summary table."""
+    """A check of the suite, which is one line of the summary table."""
 
     kind: str  # corner | agreement | law | memory
     name: str
@@ -170,16 +170,16 @@ class Check:
 
 
 def examples_of(profile: str | None = None) -> int:
-    """How many batches are drawn for each check, by the profile's name or that in HYPOTHESIS_PROFILE."""
+    """The number of batches to draw for each check, by profile (default: that in HYPOTHESIS_PROFILE, else dev)."""
     return PROFILES[profile or os.environ.get(PROFILE_VARIABLE) or "dev"]
 
 
 def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any], None], examples: int) -> int:
-    """Run a check on drawn batches, shrinking the first failure; returns the number of batches that were judged.
+    """Run a check on drawn batches, shrink the first failure, and return the number of batches that the backend took.
 
-    Batches that the backend declines do not count. If it declines some, more are drawn until `examples` are judged; if
-    it declines most, the search in `steering` finds out which batches it takes, and those are drawn. If nothing could
-    be judged, a refusal with the commonest reason is raised.
+    Batches that the backend declines do not count. If it declines some, more are drawn until it has taken `examples`.
+    If it declines most, the search in `steering` finds out which batches it takes, and only such batches are drawn. If
+    it takes none, a refusal with the most common reason is raised.
     """
     tally = _Tally(check)
 
@@ -194,14 +194,14 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
         if by or tally.judged:
             refusals, tally.refusals = tally.refusals, []
             _draw_more(tally, steering.steered(strategy, by), examples)
-            tally.refusals = tally.refusals or refusals  # those of steered batches tell more
+            tally.refusals = tally.refusals or refusals  # refusals of steered batches are more informative
     if tally.refusals and not tally.judged:
         raise tally.commonest()
     return tally.judged
 
 
 def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[Any]:
-    """The values that were tried, and others if they are few, because those drawn first are the emptiest."""
+    """The values tried so far, and more if they are few, because Hypothesis draws almost empty values first."""
     values = [*tally.values]
     if len(values) < ATTEMPTS:
         _given(strategy, ATTEMPTS, start=2)(lambda value: values.append(value))()
@@ -209,31 +209,31 @@ def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[An
 
 
 def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
-    """Draw steered batches until enough are judged or too many are declined."""
+    """Draw steered batches until the backend has taken enough or declined too many."""
     attempts = itertools.count(1)
     hopeless = max(ATTEMPTS, examples)  # if the backend declines this many batches and takes none, it will take none
 
-    @_given(strategy, examples - tally.judged, start=1)  # not the batches that were drawn before
+    @_given(strategy, examples - tally.judged, start=1)  # a new seed, to draw new batches
     def as_taken(drawn_value: tuple[Any, bool]) -> None:
         value, changed = drawn_value
         attempt = next(attempts)
         spent = attempt > ATTEMPTS * examples or (not tally.judged and attempt > hopeless)
-        if spent and not tally.failed:  # a failure can be shrunk and repeated all the same
+        if spent and not tally.failed:  # once a check has failed, attempts to shrink and repeat it are unlimited
             reject()
         if (changed and _refusal(tally.check, value) is not None) or not tally.attempt(value):
             reject()
 
-    with contextlib.suppress(Unsatisfiable):  # the batches that were judged count all the same
+    with contextlib.suppress(Unsatisfiable):  # the batches taken so far still count
         as_taken()
 
 
 def _given(
     strategy: st.SearchStrategy[Any], examples: int, *, start: int = 0
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
-    """Hypothesis's decorators, with the settings of the suite.
+    """Hypothesis's decorators with the settings of the suite.
 
-    From one `start` the same batches are drawn each time, so that a run says the same thing twice; nightly runs look
-    further.
+    `start` is a seed, so that each run draws the same batches and can be repeated. Nightly runs draw other batches each
+    time.
     """
     chosen = settings(
         max_examples=examples,
@@ -249,7 +249,7 @@ def _given(
 
 
 class _Tally:
-    """What has become of the batches of one check."""
+    """Counts the batches of one check that were tried, taken and declined."""
 
     def __init__(self, check: Callable[[Any], None]) -> None:
         self.check = check
@@ -259,7 +259,7 @@ class _Tally:
         self.refusals: list[Declined] = []
 
     def attempt(self, value: Any) -> bool:
-        """Whether the check called the backend on a value; a failure is raised, with the value as `batch`."""
+        """Whether the backend answered on this value; raises the error, with a `Failure`, if the check fails."""
         self.tried += 1
         self.values.append(value)
         try:
@@ -276,7 +276,7 @@ class _Tally:
         return took
 
     def commonest(self) -> Declined:
-        """The refusal with the commonest reason."""
+        """The refusal with the most common reason."""
         counts = collections.Counter(map(reason_of, self.refusals))
         return max(self.refusals, key=lambda refusal: counts[reason_of(refusal)])
 
@@ -290,7 +290,7 @@ class _Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What an error of a check is told with, as the error's attribute `failure`: the batch and the check to repeat."""
+    """The batch on which a check failed, and the check to repeat it with. It is the error's attribute `failure`."""
 
     batch: Any
     check: Callable[[Any], object]
@@ -298,7 +298,7 @@ class Failure:
 
 @contextlib.contextmanager
 def _answered_apart() -> Iterator[None]:
-    """Inside this context `ANSWERED` has only what is answered there; afterwards it has that too."""
+    """Inside this context, `ANSWERED` has only calls made inside. On exit, the earlier calls are restored as well."""
     before = set(ANSWERED)
     ANSWERED.clear()
     try:
@@ -308,7 +308,7 @@ def _answered_apart() -> Iterator[None]:
 
 
 def in_frame(name: str, call: Callable[[], Any]) -> Any:
-    """Call a function in a frame of that name, which faulthandler prints if the process ends inside."""
+    """The result of `call`, in a stack frame called `name`, which faulthandler prints if the process dies inside."""
 
     def frame() -> Any:
         return call()
@@ -318,7 +318,7 @@ def in_frame(name: str, call: Callable[[], Any]) -> Any:
 
 
 def answers(check: Callable[[Any], object], batch: Any) -> bool:
-    """Whether a check of a batch has called the backend and got an answer; an error is given its `Failure`."""
+    """Whether the check of this batch called the backend and got an answer; adds a `Failure` to any error."""
     try:
         with _answered_apart():
             in_frame(steering.told(batch), lambda: check(batch))
@@ -329,7 +329,10 @@ def answers(check: Callable[[Any], object], batch: Any) -> bool:
 
 
 def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
-    """Why a batch cannot be judged, or None; nothing is run for that, except by a runner that cannot only be asked."""
+    """The reason why the check cannot run on a batch, or None.
+
+    The backend is only asked whether it takes the call. A runner that cannot ask runs it.
+    """
     with _answered_apart():
         try:
             with asking():
@@ -338,20 +341,20 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
             return None
         except Declined as refusal:
             return reason_of(refusal)
-        except Exception:  # a fault, which drawn batches will show too, or there is no such batch
+        except Exception:  # either a fault, which drawn batches also find, or an invalid batch
             return None if ANSWERED else steering.CONTRADICTION
         return None if ANSWERED else "the check asks nothing of the backend"
 
 
 def built(check: Callable[[Runner, Any], None]) -> Callable[[Runner, Any], None]:
-    """A check of batches as a check of what they are built from, which is what a failure then prints."""
+    """A check of specs from a check of batches, so that failures print the spec."""
     return lambda runner, spec: check(runner, spec.build())
 
 
 def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
-    """The number of attempts that the backend takes; if it declines all, the first refusal is raised.
+    """The number of attempts that the backend takes; raises the first refusal if it declines all.
 
-    An attempt that returns False has asked nothing of the backend.
+    An attempt that returns False did not call the backend.
     """
     count, refusals = 0, []
     for attempt in attempts:
@@ -367,9 +370,9 @@ def taken_of(attempts: Iterable[Callable[[], object]]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A batch to be checked, among others of one check."""
+    """One of several batches that a check tests."""
 
-    name: str  # which a failure is told with
+    name: str  # reported with a failure
     check: Callable[[Runner, Any], None]
     build: Callable[[], Any]
 
@@ -382,7 +385,7 @@ class Case:
 
 
 def on_cases(cases: Callable[[], Iterable[Case]]) -> Callable[[Runner, int], int]:
-    """Cases one after another; not all of them need be taken."""
+    """The `run` of a check that tests several cases. The backend need not take all of them."""
 
     def run(runner: Runner, examples: int) -> int:
         del examples
@@ -411,7 +414,7 @@ def on_drawn(
 def on_every_path(
     operation: str, check: Callable[[Runner, Any, Mapping[str, Any]], None], build: Callable[[], Any]
 ) -> Callable[[Runner, int], int]:
-    """One batch under each of an operation's options but none at all; not all of them need fit the device."""
+    """The `run` of a check that tests one batch with each non-empty set of options. Some may not fit the device."""
 
     def run(runner: Runner, examples: int) -> int:
         del examples
@@ -428,7 +431,7 @@ def on_every_path(
 def on_drawn_paths(
     operation: str, check: Callable[[Runner, Any, Mapping[str, Any]], None], strategy: st.SearchStrategy[Any]
 ) -> Callable[[Runner, int], int]:
-    """Drawn structures, each built and checked under options drawn with it."""
+    """The `run` of a check that draws specs, each with a set of options."""
 
     def run(runner: Runner, examples: int) -> int:
         pairs = st.tuples(strategy, st.sampled_from(paths(runner, operation)))

@@ -1,7 +1,7 @@
-"""Calls of every operation with nothing to do: no sequences, no live ones, no tokens, no pages, lists of no columns.
+"""Calls of every operation with nothing to do: no sequences, no live sequences, no tokens, no pages, no list columns.
 
-Each is made of a call with all of its arguments, so that whatever a kernel does with them is asked for where the first
-entry of an array is outside of it. `check_garbage` runs these in guarded memory too.
+Each call is a normal one with some arrays emptied. A kernel must not read even the first element of an empty array.
+`check_garbage` also runs these calls in guarded memory.
 """
 
 import dataclasses
@@ -55,12 +55,12 @@ from ragged_attention.testing.varlen.gradients import GradientSpec
 from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
-Empty = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and what builds its batch
+Empty = tuple[Callable[[Runner, Any], None], Callable[[], Any]]  # a check, and the builder of its batch
 Cases = Mapping[str, Empty]
 
 OF_TOKENS = ("q", "k", "v", "kv", "weights", "draft_mask", "key_ranges", "selected", "candidate_blocks", "slot_mapping")
 OF_SEQUENCES = ("kv_lens", "page_indices")
-# What has a row for each sequence where each has as many queries.
+# Arguments with a row for each sequence, in operations whose sequences all have the same number of queries.
 OF_LISTS = (
     "q", "page_indices", "kv_lens", "indices", "topk_lens", "extra_indices", "extra_topk_lens", "lengths",
 )  # fmt: skip
@@ -68,7 +68,7 @@ PAGES = ("kv_pages", "kv_cache", "cache", "keys", "key_scale", "extra_kv_cache")
 
 
 def _cut(batch: Any, names: tuple[str, ...], axis: int = 0) -> Any:
-    """The batch without anything along an axis of some of its arguments; of a pair in both."""
+    """The batch with an empty axis in the named arguments, in both arrays of a pair."""
 
     def cut(value: Any) -> Any:
         return tuple(map(cut, value)) if isinstance(value, tuple) else np.take(value, [], axis)
@@ -77,7 +77,7 @@ def _cut(batch: Any, names: tuple[str, ...], axis: int = 0) -> Any:
     return batch.change(**{name: cut(value) for name, value in given.items() if value is not None})
 
 
-# ---- ragged batches, by tables
+# ---- ragged batches with page tables
 
 
 def _no_sequences(batch: Any) -> Any:
@@ -89,7 +89,7 @@ def _no_tokens(batch: Any) -> Any:
 
 
 def _decoding(batch: Any) -> Any:
-    """As the step of a server says it that has nothing but decodes, of which there are none."""
+    """The batch with `max_q_len=1`, as a server passes it for a step that only decodes."""
     return batch.change(max_q_len=1) if hasattr(batch, "max_q_len") else batch
 
 
@@ -112,7 +112,7 @@ def _ragged(check: Any, build: Callable[[], Any]) -> Cases:
     return {name: made(empty) for name, empty in RAGGED.items()}
 
 
-# Wide tables are divided into parts where sequences are short.
+# Kernels divide the columns of wide tables among splits even if sequences are short.
 _TABLES: dict[str, Any] = {"lens": ((1, 5), (1, 40)), "spare_columns": 300, "padding": 2, "page_size": 16}
 _ALL: dict[str, Any] = _TABLES | {"sinks": "normal", "sliding_window": 7, "soft_cap": 3.0, "sm_scale": 0.3}
 _STORED: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "scales": "heads", "num_kv_heads": 2, "group": 2}
@@ -125,7 +125,7 @@ _UPDATES: dict[str, Spec] = {
 
 
 def attention() -> Cases:
-    """Ragged attention, with new keys too."""
+    """Cases of ragged attention, including calls that write new keys."""
     blocks = Spec(**_TABLES, selection=Selection(kind="own", size=8), num_kv_heads=2, group=2)
     every = Spec(**_ALL, **_STORED, draft=3, q_scales="heads", dtype="bfloat16", out_dtype="float32")
     return {
@@ -144,7 +144,7 @@ def attention() -> Cases:
 
 
 def writes() -> Cases:
-    """Keys and values, by tables and by slots."""
+    """Cases of writing keys and values, by page tables and by slots."""
     spec = Spec(lens=((1, 5), (1, 20)), **_STORED, dtype="bfloat16")
     by_slots = {"no tokens": OF_TOKENS, "no pages": PAGES, "neither": OF_TOKENS + PAGES}
     return {
@@ -157,7 +157,7 @@ def writes() -> Cases:
 
 
 def heads_first() -> Cases:
-    """Decodes and chunks over heads-first pages."""
+    """Cases of decodes and chunks over heads-first pages."""
     spec = Spec(lens=((1, 5), (1, 20)), spare_columns=300, page_size=16, soft_cap=3.0, group=2, num_kv_heads=2)
     pages = ("k_pages", "v_pages")
     paged = {
@@ -193,7 +193,7 @@ _LISTS: dict[str, Any] = _LATENT | {"topk": 8, "kv_lens": (9, 30), "lens": "insi
 
 
 def decode() -> Cases:
-    """Latent decodes, dense and of lists, with a schedule and without."""
+    """Cases of latent decode, dense and sparse, with and without a schedule."""
     dense = DecodeSpec(topk=0, kv_lens=(9, 30), sliding_window=7, causal=True, soft_cap=3.0, **_LATENT)
     lists = {
         "plain": DecodeSpec(**_LISTS, extra_lens="inside"),
@@ -214,7 +214,7 @@ def decode() -> Cases:
 
 
 def prefill() -> Cases:
-    """Sparse prefills and their gradients."""
+    """Cases of sparse prefill and its gradient."""
     without: dict[str, Callable[[Any], Any]] = {
         "no tokens": lambda batch: _cut(batch, ("q", "indices", "topk_lens")),
         "no rows": lambda batch: _cut(batch, ("kv",)),
@@ -240,7 +240,7 @@ def prefill() -> Cases:
 
 
 def ragged_latents() -> Cases:
-    """Ragged attention over latents, with new rows too."""
+    """Cases of ragged attention over latents, including calls that write new rows."""
     every: dict[str, Any] = {
         "cache_dtype": "float8_e4m3fn",
         "scales": "float",
@@ -263,7 +263,7 @@ def ragged_latents() -> Cases:
 
 
 def latent_caches() -> Cases:
-    """Latents written, quantised, dequantised, and their slots."""
+    """Cases of writing, quantising and dequantising latents, and of their slots."""
     cases: dict[str, Empty] = {}
     for format in ("plain", "fp8_v32", "fp8_v4"):
         write = LatentWriteSpec(format=format)
@@ -292,7 +292,7 @@ def latent_caches() -> Cases:
 
 
 def schedules() -> Cases:
-    """Schedules of decodes of no sequence."""
+    """Cases of decode schedules without sequences."""
     specs = {
         "dense": ScheduleSpec(seqs=0),
         "dense, as many parts as there is room for": ScheduleSpec(seqs=0, num_parts=None),
@@ -306,7 +306,7 @@ def schedules() -> Cases:
 
 
 def packed() -> Cases:
-    """Attention over packed sequences and its gradient."""
+    """Cases of attention over packed sequences and its gradient."""
     every: dict[str, Any] = {
         "sinks": "normal",
         "sliding_window": 3,
@@ -332,7 +332,7 @@ def packed() -> Cases:
 
 
 def merges() -> Cases:
-    """Partial results of nothing."""
+    """Cases of merging partial results without tokens or heads."""
     return {
         "no tokens": (check_merge, lambda: merge_batch((3, 0, 4, 16), sinks="normal", out_dtype="bfloat16")),
         "no heads": (check_merge, lambda: merge_batch((2, 3, 0, 16))),
@@ -343,7 +343,7 @@ def merges() -> Cases:
 
 
 def indexer() -> Cases:
-    """Logits, choices, and keys quantised and written."""
+    """Cases of the indexer: its logits, its top-k, and quantising and writing its keys."""
     spec = IndexerSpec(lens=((1, 5), (1, 20)), spare_columns=300, padding=2, scaled=True)
     pages = IndexerSpec(lens=((1, 5), (1, 20)), padding=2, cache_dtype="uint8", dtype="bfloat16")
     chosen = IndexerSpec(lens=((1, 5), (1, 20)), candidate_block_size=4)
@@ -373,7 +373,7 @@ def indexer() -> Cases:
 
 
 def blocks() -> Cases:
-    """Scores of blocks and selections."""
+    """Cases of block scores and block selection."""
     forced: dict[str, int] = {"init_blocks": 1, "local_blocks": 1}
     numbers = IndexerSpec(lens=((1, 5), (1, 20)), spare_columns=300, padding=2, scaled=True, heads=4)
     pages = IndexerSpec(lens=((1, 5), (1, 20)), padding=2, cache_dtype="uint8", dtype="bfloat16")
@@ -413,7 +413,7 @@ FAMILIES: Mapping[str, Cases] = {
 
 
 def attempts(runner: Runner) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every case by its name, to be run."""
+    """Each case's name, and a function that runs it."""
     for family in FAMILIES:
         for case in cases_of(family):
             yield f"{family}, {case.name}", functools.partial(case.attempt, runner)
@@ -425,6 +425,6 @@ def cases_of(family: str) -> Iterator[Case]:
 
 
 def corners() -> Iterator[Check]:
-    """A check for each family."""
+    """One check for each family of operations."""
     for family in FAMILIES:
         yield Check("corner", f"nothing to do, {family}", on_cases(functools.partial(cases_of, family)))

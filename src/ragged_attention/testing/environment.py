@@ -1,17 +1,33 @@
-"""What must be set before triton or jax is imported."""
+"""What must be installed for the suite, and environment variables that must be set before triton or jax is imported."""
 
 import os
+from importlib.util import find_spec
 
-PTX = "ptx:"  # begins the name of a GPU that is emulated: ptx:sm_90
+from ragged_attention.errors import how_to_install
+
+PTX = "ptx:"  # prefix of an emulated GPU's device name, as in ptx:sm_90
+
+
+def missing_tools() -> str | None:
+    """The sentence that says which packages of the extra `testing` are not installed, and how to install them, or None.
+
+    It begins with a verb, after the name of whatever needs them.
+    """
+    missing = [name for name in ("hypothesis", "ml_dtypes", "pytest") if find_spec(name) is None]
+    return f"needs {' and '.join(missing)}: {how_to_install('testing')}" if missing else None
 
 
 def prepare(device: str = "cpu") -> None:
-    """On a CPU: Triton by its interpreter, or compiling for an emulated GPU; jax without a look for accelerators."""
-    # Triton 3.9 warns where this is unset; it leaves a * b + c to the compiler, which is its own default.
+    """Set the variables for a device.
+
+    On "cpu", Triton interprets kernels; for an emulated GPU, it compiles them. In both cases jax looks for no
+    accelerators.
+    """
+    # Triton 3.9 warns if this is unset. 1 is its default: the compiler may fuse a * b + c.
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     if device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
     if device.startswith(PTX):
-        os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compiled, and either is for good
+        os.environ.pop("TRITON_INTERPRET", None)  # a kernel that was defined for the interpreter can never be compiled
     if device == "cpu" or device.startswith(PTX):
         os.environ.setdefault("JAX_PLATFORMS", "cpu")

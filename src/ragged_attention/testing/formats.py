@@ -1,7 +1,7 @@
-"""Rounding to the formats that kernels read, in NumPy alone.
+"""Round arrays to the formats that kernels read, with NumPy only.
 
-A float array is kept as float32 whose values the format can hold, an 8-bit float as its bits (uint8); so a batch
-needs neither torch nor jax, and the oracle sees exactly what a kernel sees.
+Batches hold float arrays as float32 with values that the format can represent, and 8-bit floats as their bits (uint8).
+So a batch needs neither torch nor jax, and the reference reads exactly the values that a kernel reads.
 """
 
 from typing import Any
@@ -16,11 +16,11 @@ from ragged_attention.reference._kv_layout import FORMATS as FORMATS
 from ragged_attention.reference._kv_layout import decode, encode
 
 NAN_CODES = {"float8_e4m3fn": (0x7F, 0xFF), "float8_e5m2": (0x7E, 0xFD), "float8_e4m3fnuz": (0x80,)}
-# The codes of infinities; formats without infinities have those of their largest values.
+# The codes of infinities. For formats without infinities, these are the codes of the largest values.
 INFINITY_CODES = {"float8_e4m3fn": (0x7E, 0xFE), "float8_e5m2": (0x7C, 0xFC), "float8_e4m3fnuz": (0x7F, 0xFF)}
 
 
-# The formats of keys or values by the names that specs have for them: those with scale pages, then the others.
+# The formats of keys and values, by their names in specs: first formats with scale pages, then the others.
 SCALED = {
     form.name + f", {form.scales} pair" * (form.zero == "stored"): form
     for form in SCALED_FORMATS
@@ -30,7 +30,7 @@ KV_FORMATS = SCALED | UNSCALED_FORMATS
 
 
 def rounded(values: Any, dtype: str) -> NDArray[np.float32]:
-    """Values to the nearest that the float dtype holds, ties to even."""
+    """Values rounded to the nearest that the float dtype can represent, ties to even."""
     if dtype in FORMATS:
         return values_of(stored(values, dtype), dtype).astype(np.float32)
     values = np.asarray(values, np.float32)
@@ -45,7 +45,7 @@ def rounded(values: Any, dtype: str) -> NDArray[np.float32]:
 
 
 def stored(values: Any, dtype: str) -> NDArray[Any]:
-    """Values as a cache of that dtype keeps them: rounded float32, the bits of an 8-bit float, or int8."""
+    """Values as a cache of this dtype stores them: rounded float32, the bits of 8-bit floats, or int8."""
     return encode(values, dtype) if dtype in QUANTIZED else rounded(values, dtype)
 
 
@@ -53,7 +53,8 @@ def values_of(array: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     return decode(array, dtype if dtype in FORMATS else None)
 
 
-# What the codes of a row of standard normal numbers are about as large as, if its largest one has the largest code.
+# The typical magnitude of codes in a row of standard normal numbers that is scaled so that its maximum has the largest
+# code.
 _USUAL_CODES = {
     "int8": 40.0, "float8_e4m3fn": 128.0, "float8_e4m3fnuz": 64.0, "float8_e5m2": 2.0**14, "uint4": 4.0,
     "float4_e2m1fn": 2.0,
@@ -61,9 +62,9 @@ _USUAL_CODES = {
 
 
 def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat) -> NDArray[Any]:
-    """Scales of a format [..., n] that no quantiser chose: of either sign, 0, or far from the others.
+    """Scales [..., n] of a format that no quantiser would choose: positive, negative, 0, or far from the others.
 
-    Few values are larger than standard normal numbers are, as the bounds of `compare` suppose.
+    They leave few values larger than standard normal numbers, as the tolerances of `compare` assume.
     """
     size = np.float32(1 / _USUAL_CODES[form.codes])
     scales = rng.choice(np.array([0.3, 0.3, 0.3, -0.2, 1, 1e-3, 0], np.float32), shape) * size
@@ -71,7 +72,7 @@ def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat)
         return (rng.integers(122, 128, shape) + int(np.log2(size))).astype(np.uint8)
     if form.scales == "float8_e4m3fn":
         return encode(scales, form.scales)
-    if form.zero == "mantissa":  # below a scale of 0, the zero point would be a subnormal number
+    if form.zero == "mantissa":  # the scale's low bits are the zero point; in a scale of 0 they would make a subnormal
         bits = np.where(scales == 0, size, scales).view(np.uint32) & ~np.uint32(15)
         return (bits | rng.integers(0, 16, shape).astype(np.uint32)).view(np.float32)
     if form.zero == "stored":
@@ -80,7 +81,7 @@ def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat)
 
 
 def poisoned_scales(kind: str, form: KvFormat, shape: tuple[int, ...]) -> NDArray[Any]:
-    """NaN ("nan") or infinite ("inf") scales of a format, or what comes nearest to them in it."""
+    """NaN ("nan") or infinite ("inf") scales; their nearest equivalents if the format lacks these."""
     if form.scales == "float8_e8m0fnu":
         return np.full(shape, 0xFF if kind == "nan" else 0xFE, np.uint8)
     if form.scales == "float8_e4m3fn":
@@ -89,7 +90,7 @@ def poisoned_scales(kind: str, form: KvFormat, shape: tuple[int, ...]) -> NDArra
 
 
 def poison(kind: str, dtype: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[Any]:
-    """NaN ("nan") or infinities ("inf") of a format, or what comes nearest to them in it."""
+    """NaN ("nan") or infinities ("inf") in a dtype; their nearest equivalents if the dtype lacks these."""
     if dtype == "uint8":
         return rng.integers(0, 256, shape).astype(np.uint8)
     if dtype == "int8":

@@ -1,4 +1,4 @@
-"""A plain function, or a command, as the suite sees it: called with an operation's arguments by their public names.
+"""Run the suite on plain functions or commands, which get an operation's arguments by their public names.
 
 A function gets NumPy, torch or jax arrays. NumPy arrays of bfloat16 and of 8-bit floats have the dtypes of `ml_dtypes`.
 A command reads its arguments from one .npz file and writes its results to another.
@@ -36,7 +36,7 @@ from ragged_attention.testing.runner import (
     written_by,
 )
 
-DECLINED_STATUS = 77  # the exit status of a command that does not take a batch, as test programs skip elsewhere
+DECLINED_STATUS = 77  # exit status of a command that declines a batch; test programs commonly use it to skip
 RESULTS: Mapping[str, tuple[str, ...]] = {
     "ragged_paged_attention": ("out", "lse"),
     "ragged_mla_attention": ("out", "lse"),
@@ -60,11 +60,11 @@ RESULTS: Mapping[str, tuple[str, ...]] = {
     "quantize_mla_cache": ("cache",),
     "dequantize_mla_cache": ("kv",),
     "page_indices_to_slots": ("slots",),
-}  # the names under which a command writes its results; an operation that is not listed has one, `out`
+}  # the names under which a command writes its results; any other operation has one result, `out`
 
 
 class NumpyFront:
-    """NumPy batches as a function on NumPy arrays gets them; what `torch_front` and `jax_front` do for theirs."""
+    """The front end for functions on NumPy arrays, with the interface of `torch_front` and `jax_front`."""
 
     @staticmethod
     def facts(device: str | None) -> Any:
@@ -72,7 +72,7 @@ class NumpyFront:
 
     @staticmethod
     def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: str | None) -> NDArray[Any]:
-        """A copy of one array, in memory that `place` lays out, without gaps."""
+        """A contiguous copy of an array, in memory that `place` allocates."""
         del layout, device
         if dtype in QUANTIZED:
             held = array.copy().view(_numpy_dtype(dtype))
@@ -83,12 +83,12 @@ class NumpyFront:
 
     @staticmethod
     def once(array: NDArray[Any], axis: int) -> NDArray[Any]:
-        """The array with a stride of 0 along an axis over which it is alike."""
+        """The array with a stride of 0 along an axis, whose slices are all equal."""
         return np.broadcast_to(np.take(array, range(min(1, array.shape[axis])), axis), array.shape)
 
     @staticmethod
     def take_back(array: NDArray[Any]) -> NDArray[Any]:
-        """Floats as float32, 8-bit floats as bits, integers as they are."""
+        """The array with floats as float32 and 8-bit floats as their bits; integers stay unchanged."""
         if array.dtype.itemsize == 1 and array.dtype.kind not in "iub":
             return array.view(np.uint8)
         return array if array.dtype.kind in "iub" else array.astype(np.float32)
@@ -96,7 +96,7 @@ class NumpyFront:
     @staticmethod
     @contextlib.contextmanager
     def careful() -> Iterator[None]:
-        """A function may compute with infinities and NaN, whose warnings say nothing."""
+        """Suppress NumPy's warnings, because functions may compute with infinities and NaN."""
         with np.errstate(all="ignore"):
             yield
 
@@ -107,14 +107,17 @@ def _numpy_dtype(name: str) -> np.dtype[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A program that reads one call from `{input}`, an .npz file, and writes its results to `{output}`, another."""
+    """A program that reads one call from the .npz file `{input}` and writes its results to the .npz file `{output}`."""
 
     words: Sequence[str]
     operation: str
     timeout: float = 60.0  # seconds
 
     def __call__(self, **arguments: Any) -> Any:
-        """Run the program once. Raises `Unsupported` for exit status 77, AssertionError for any other failure."""
+        """The results of one run of the program.
+
+        Raises `Unsupported` for exit status 77, AssertionError for any other failure.
+        """
         with tempfile.TemporaryDirectory() as folder:
             places = {"input": str(Path(folder, "input.npz")), "output": str(Path(folder, "output.npz"))}
             np.savez(places["input"], **dict(_entries({"operation": self.operation, **arguments})))
@@ -152,7 +155,11 @@ def _filled(word: str, places: Mapping[str, str]) -> str:
 
 
 def _entries(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of a command's input: pairs as two, strings as bytes, foreign dtypes as bits beside their names."""
+    """The entries of a command's input.
+
+    A pair becomes two entries and a string becomes bytes. An array whose dtype NumPy lacks becomes its bits, with an
+    entry for the dtype's name.
+    """
     for name, value in arguments.items():
         if isinstance(value, tuple):
             yield from _entries({f"{name}.{index}": item for index, item in enumerate(value)})
@@ -166,7 +173,7 @@ def _entries(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _decoded(found: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
-    """One array of a command's output, bits in the dtype that is named beside them."""
+    """One array of a command's output, viewed in the dtype that its `.dtype` entry names, if there is one."""
     if (given := found.get(f"{name}.dtype")) is None:
         return found[name]
     text = given.item()
@@ -174,7 +181,7 @@ def _decoded(found: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a function; None if it does not tell, as compiled functions need not."""
+    """The parameters of a function; None if it has no signature, as some compiled functions."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
@@ -182,7 +189,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
 
 
 def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of the arguments that a function accepts; None if it accepts any, or does not say."""
+    """The names of the arguments that a function accepts; None if it accepts any or they are unknown."""
     parameters = None if isinstance(function, Command) else parameters_of(function)
     if parameters is None or any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
@@ -190,13 +197,13 @@ def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def positional_only(function: Callable[..., Any]) -> list[str]:
-    """The names of the parameters that a function does not take by keyword, as all arguments are given."""
+    """The names of required parameters that cannot be passed by keyword, as the suite passes all arguments."""
     parameters = parameters_of(function) or []
     return [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
 
 
 def record_of(operation: str, arguments: Mapping[str, Any]) -> Any:
-    """The record of a batch's arguments, which nothing has checked."""
+    """The record of a batch's arguments, without validation."""
     cls = CALLS[operation]
     return cls.unchecked(**{**cls.DEFAULTS, **arguments}, device=NOWHERE)
 
@@ -215,18 +222,18 @@ def _one_query_each(record: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FunctionRunner(Runner):
-    """Plain functions, one for each operation, in place of a backend."""
+    """Runs plain functions, one for each operation, in place of a backend."""
 
     functions: Mapping[str, Callable[..., Any]]
-    why_not: Callable[[str, Any], str | None]  # the reason to decline a batch, by its record of NumPy arrays
-    declines: Callable[[str, Any], str | None] | None = None  # likewise, asked about what is not declined before
-    features: Collection[str] | None = None  # the optional arguments of functions that do not tell
-    contiguous: bool = False  # whether arrays come without gaps and strides of 0
+    why_not: Callable[[str, Any], str | None]  # why to decline a record of NumPy arrays, or None
+    declines: Callable[[str, Any], str | None] | None = None  # the same, called only if `why_not` returns None
+    features: Collection[str] | None = None  # the optional arguments of functions whose parameters are unknown
+    contiguous: bool = False  # whether all arrays are contiguous, without strides of 0
     differentiable: bool = False  # whether the framework can differentiate the functions
-    invariant: bool = False  # whether results of a sequence promise to have the same bits in every batch
-    not_returned: set[str] = dataclasses.field(default_factory=set)  # results that no function returned
+    invariant: bool = False  # whether a sequence's results are promised to have the same bits in every batch
+    not_returned: set[str] = dataclasses.field(default_factory=set)  # results that functions did not return
 
-    notices_steps_outside = True  # there is no process that could be started apart with the function
+    notices_steps_outside = True  # so that checks run here, because the function cannot move to another process
 
     @property
     def front(self) -> Any:
@@ -255,7 +262,7 @@ class FunctionRunner(Runner):
         return self.functions[operation]
 
     def _accepted(self, operation: str) -> frozenset[str] | None:
-        """The names of the arguments that a function accepts; None if it accepts any."""
+        """The names of the arguments that an operation's function accepts; None if it accepts any."""
         accepted = accepted_by(self.functions[operation])
         if accepted is None and self.features is not None:
             return frozenset({*CALLS[operation].KINDS} - {*CALLS[operation].DEFAULTS} | {*self.features})
@@ -266,7 +273,7 @@ class FunctionRunner(Runner):
             self._call(operation, SAMPLES[operation].build(), None)
         except Declined as refusal:
             return str(refusal)
-        except Exception:  # a function that fails is judged, so it has not refused
+        except Exception:  # a failure is not a refusal; the checks will report it
             return None
         return None
 
@@ -287,7 +294,7 @@ class FunctionRunner(Runner):
         if reason := self.why_not(operation, record):
             raise Declined(reason)
         names = self._passed(record, accepted, extra)
-        if self.declines and (reason := self.declines(operation, record)):  # last, as it may depend on values
+        if self.declines and (reason := self.declines(operation, record)):  # last, because it may depend on values
             raise Declined(reason)
         if ASKED.get():
             raise Taken
@@ -318,9 +325,9 @@ class FunctionRunner(Runner):
         return result
 
     def _passed(self, record: Any, accepted: frozenset[str] | None, extra: Mapping[str, Any]) -> list[str]:
-        """The names of the arguments that the function gets: those without a default, and those not at theirs.
+        """The names of the arguments to pass: those without a default, and those whose value is not the default.
 
-        Raises `Declined` for one that the function does not accept, unless it says nothing in this call.
+        Raises `Declined` if the function does not accept one of them, unless its value means nothing in this call.
         """
         changed = {*record.changed(), *(name for name, value in extra.items() if value is not False)} - {"schedule"}
         names = [name for name in record.KINDS if name not in record.DEFAULTS or name in changed]
@@ -329,7 +336,7 @@ class FunctionRunner(Runner):
             return names
         silent = {"return_lse"} | {name for name in names if name in record.KINDS and record.KINDS[name].hint}
         if "cu_q_lens" in names and _one_query_each(record):
-            silent.add("cu_q_lens")  # one query for each sequence, as a decode kernel expects
+            silent.add("cu_q_lens")  # it is 0, 1, 2, ..., which a decode kernel does not need
         if missing := [name for name in names if name not in accepted | silent]:
             raise Declined(f"{self.backend} does not take {missing[0]}")
         if "new_kv" in names and "return_lse" not in accepted:
@@ -337,7 +344,7 @@ class FunctionRunner(Runner):
         return [name for name in names if name in accepted]
 
     def _expect_differentiable(self, result: Any, extra: Mapping[str, Any]) -> None:
-        """Raise `Declined` if a result has no gradient, because it is missing or depends on no argument."""
+        """Raise `Declined` if a result cannot be differentiated, because it is missing or depends on no argument."""
         first, *others = result if isinstance(result, tuple | list) else (result,)
         if extra.get("return_lse") and not others:
             raise Declined(f"{self.backend} returns no lse that could be differentiated")
@@ -346,22 +353,22 @@ class FunctionRunner(Runner):
 
     @staticmethod
     def _expect_results(result: Any, names: Sequence[str]) -> None:
-        """Raise AssertionError unless the function returned all of several results, in a tuple or a list."""
+        """Raise AssertionError unless the function returned one value per name; several must be a tuple or a list."""
         count = len(result) if isinstance(result, tuple | list) else 1
         if len(names) > 1 and count != len(names):
             kind = f"{count} results" if isinstance(result, tuple | list) else type(result).__name__
             raise AssertionError(f"expected the function to return {' and '.join(names)}, got {kind}")
 
     def _completed(self, batch: Any, result: Any, record: Any, extra: Mapping[str, Any]) -> Any:
-        """The results of an attention; those that the function did not return are the definition's.
+        """The function's results; for an attention, the reference's results replace missing ones.
 
-        So a function that returns `out` alone is judged by every check of `out`.
+        So every check of `out` also applies to a function that returns only `out`.
         """
         operation = record.OPERATION
         names = RESULTS.get(operation, ("out",))
         if result is None:
             raise AssertionError(f"expected the function to return {' and '.join(names)}, got None")
-        if not hasattr(batch, "expected"):  # no attention
+        if not hasattr(batch, "expected"):  # not an attention
             self._expect_results(result, names)
             return result
         several = extra.get("return_lse") or operation in ("mla_decode", "sparse_mla_prefill")
@@ -370,7 +377,7 @@ class FunctionRunner(Runner):
             names = (*names, "max_logits")
             self._expect_results(result, names)
         results = tuple(result) if isinstance(result, tuple | list) else (result,)
-        if "new_kv" not in extra:  # where the cache is returned as well
+        if "new_kv" not in extra:  # with `new_kv`, the function also returns the cache
             results = results[: len(names)]
         if len(results) >= len(names):
             return results if len(results) > 1 else next(iter(results))

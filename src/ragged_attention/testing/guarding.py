@@ -1,4 +1,4 @@
-"""Arrays that begin or end exactly where readable memory does, so that one step outside kills the process."""
+"""Arrays that begin or end exactly at the edge of readable memory, so that any access outside kills the process."""
 
 import ctypes
 import mmap
@@ -15,9 +15,9 @@ PROT_NONE = 0
 
 
 def guarded(array: NDArray[Any], side: str = "end") -> NDArray[Any]:
-    """A C-contiguous copy of `array` between two unreadable pages, flush with the one on `side` ("start", "end").
+    """A C-contiguous copy of `array` between two unreadable pages, adjacent to the page on `side` ("start" or "end").
 
-    The memory lives as long as any view of the copy, a tensor from `torch.from_numpy` included. POSIX only.
+    The memory lives as long as any view of the copy, including a tensor from `torch.from_numpy`. POSIX only.
     """
     room = max(1, -(-array.nbytes // PAGE)) * PAGE
     memory = mmap.mmap(-1, room + 2 * PAGE)
@@ -37,6 +37,6 @@ def _protect(address: int) -> None:
 
 
 def run_apart(module: str, arguments: Sequence[str], *, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """Run `python -m module arguments` in a process of its own, whose death is an answer: returncode -11 is SIGSEGV."""
+    """Run `python -m module arguments` in a separate process, which may die: a returncode of -11 means SIGSEGV."""
     command = [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -1,4 +1,4 @@
-"""Integers without sense, which index arrays may hold."""
+"""Meaningless integers, as index arrays may hold them."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -7,7 +7,7 @@ INT32 = np.iinfo(np.int32)
 
 
 def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -> NDArray[np.int32]:
-    """Any int32: a third lies within [-near, near], the rest anywhere, the extremes often."""
+    """Random int32: one third close to [-near, near], one third the smallest or largest int32, one third anything."""
     kind = rng.integers(0, 6, shape)
     wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
     close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)

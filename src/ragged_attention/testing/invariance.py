@@ -1,8 +1,8 @@
-"""Laws of `batch_invariant`: the bits of a query's results follow from that query and the keys that it sees.
+"""Laws of `batch_invariant`: the bits of a query's results depend only on the query and the keys that it sees.
 
-The results of a sequence are those that it has alone, and a query has the same results whether its keys are packed or
-in pages, and whatever part of its sequence a call has. The laws hold for backends whose operations offer an
-`invariant_tile`; the others refuse such calls.
+A sequence has the same results in a batch as alone. A query has the same results with packed keys as with paged keys,
+and in every chunk of its sequence. The laws are tested on backends whose operations offer an `invariant_tile`; other
+backends refuse such calls.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from ragged_attention.testing.selected import Selection
 from ragged_attention.testing.varlen.specs import VarlenBatch, VarlenSpec
 from ragged_attention.testing.varlen.strategies import varlen_specs
 
-# A sequence of a batch: the batch of it alone, and where its results are among those of all.
+# Yields, for each sequence of a batch, a batch with only this sequence, and the index of its part in each result.
 Alone = Callable[[Any], Iterator[tuple[Any, tuple[Any, ...]]]]
 
 
 def wider(table: NDArray[np.int32]) -> NDArray[np.int32]:
-    """A page table with room for 2048 more pages, which lie nowhere."""
+    """A page table with 2048 more columns of -1."""
     return np.pad(table, [(0, 0)] * (table.ndim - 1) + [(0, 2048)], constant_values=-1)
 
 
@@ -55,7 +55,7 @@ def latent_alone(batch: DecodeBatch) -> Iterator[tuple[DecodeBatch, tuple[Any, .
 
 
 def tokens_alone(batch: PrefillBatch) -> Iterator[tuple[PrefillBatch, tuple[Any, ...]]]:
-    """Of sparse prefill, whose tokens have a list each."""
+    """The parts of a sparse prefill batch: one token each, because each token has its own list of keys."""
     lens = batch.topk_lens
     for token in range(len(batch.q)):
         row = slice(token, token + 1)
@@ -69,7 +69,7 @@ def packed_alone(batch: VarlenBatch) -> Iterator[tuple[VarlenBatch, tuple[Any, .
 
 
 def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any], None]:
-    """A check of specs for an operation; `keywords` make it return all that it can."""
+    """A check that each part of a batch has the same result bits alone; `keywords` request all of the results."""
 
     def check(runner: Runner, spec: Any) -> None:
         runner.expect_promise(operation)
@@ -85,10 +85,10 @@ def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any]
 
 
 def serves_what_is_trained(runner: Runner, spec: VarlenSpec) -> None:
-    """A query has the same bits packed or over pages, whatever part of its sequence and of the batch a call has."""
+    """A query's results have the same bits with packed and paged keys, in any chunk of its sequence and any batch."""
     for operation in ("varlen_attention", "ragged_paged_attention"):
         runner.expect_promise(operation)
-    widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # which pages can have
+    widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # head sizes that pages support
     batch, rng = dataclasses.replace(spec, **widths, limits=None).build(), np.random.default_rng(spec.seed)
     with use_backend(batch_invariant=True):
         whole = results(runner.run("varlen_attention", batch, return_lse=True))
@@ -106,7 +106,7 @@ def serves_what_is_trained(runner: Runner, spec: VarlenSpec) -> None:
 
 
 def asking_changes_no_bit(runner: Runner, spec: VarlenSpec) -> None:
-    """The largest logits change no other result, and those of all queries are the largest of those of chunks."""
+    """Returning the largest logits changes no other result; over chunks, their maximum is that of the whole batch."""
     batch, rng = dataclasses.replace(spec, d=64, d_v=64, limits=None).build(), np.random.default_rng(spec.seed)
     for operation in ("varlen_attention", "ragged_paged_attention"):
         runner.expect_promise(operation)
@@ -123,7 +123,7 @@ def asking_changes_no_bit(runner: Runner, spec: VarlenSpec) -> None:
 
 
 def may_come_in_chunks(runner: Runner, spec: Spec) -> None:
-    """The results of a prompt are those of its parts, whatever stores the keys."""
+    """A prompt's results have the same bits in chunks as in one call, for every format of the pages."""
     runner.expect_promise("ragged_paged_attention")
     batch = dataclasses.replace(spec, draft=None, causal=True).build()
     with use_backend(batch_invariant=True):
@@ -138,7 +138,7 @@ def results(given: Any) -> tuple[Any, ...]:
     return given if isinstance(given, tuple) else (given,)
 
 
-# Lengths that are split, and prompts beside them; the sequences' own kernels and tiles are what is to stay the same.
+# Sequences that are long enough to be split, beside prompts. Alone, each one must run the same kernels and tiles.
 LENGTHS = ((1, 2900), (1, 5), (70, 90), (1, 1100), (2, 40), (1, 0), (9, 1300))
 RAGGED = Spec(
     lens=LENGTHS, page_size=16, num_kv_heads=2, group=4, dtype="bfloat16", count="array", spare_seqs=2, padding=3
@@ -202,7 +202,8 @@ LAWS: tuple[tuple[str, Callable[[Runner, Any], None], Any, Any], ...] = (
     ),
 )
 
-# Prompts and answers of which some are longer than what is summed apart, in 16 bits with what once differed.
+# Prompts and answers, some longer than one segment of keys. SERVED_SPECS combines them with dtypes and arguments that
+# once gave different bits.
 SERVED = VarlenSpec(
     lens=((130, 130), (3, 2600), (1, 5), (0, 4), (70, 1090)), causal=True, group=2, d=64, d_v=64, dtype="float16"
 )  # fmt: skip
@@ -219,7 +220,7 @@ SERVED_SPECS = {
 
 
 def laws() -> Iterator[Check]:
-    """The laws on their corner cases, and on drawn batches."""
+    """The checks of all laws, on named and on drawn batches."""
     for name, check, spec, drawn in LAWS:
         yield Check("law", f"batch invariant, {name}", on_corner(check, lambda spec=spec: spec))
         if drawn is not None:

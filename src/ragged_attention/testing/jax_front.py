@@ -1,4 +1,4 @@
-"""NumPy batches through the jax front end and back."""
+"""Call the jax front end with NumPy batches, and convert its results back."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,32 +22,32 @@ triton_interpreter.quicken()
 
 
 def facts(device: str | None) -> Device:
-    del device  # jax's own default decides where arrays lie
+    del device  # arrays lie on jax's default device
     return device_facts(default_platform())
 
 
 def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: str | None) -> Any:
-    """One array as a jax array; jax knows neither strides nor where memory ends.
+    """A jax array with the values of `array`. `layout` and `place` do not apply, because jax chooses the memory itself.
 
-    By `device_put`, for `asarray` compiles a program for each shape.
+    It uses `device_put`, because `asarray` compiles a program for each shape.
     """
     del layout, place, device
     if dtype in (*formats.QUANTIZED, "float8_e8m0fnu"):
         return jax.device_put(np.ascontiguousarray(array).copy().view(jnp.dtype(dtype)))
-    if dtype == "int64":  # which jax does not have by default; what is out of range stays so
+    if dtype == "int64":  # jax has no int64 by default; clipped values stay out of range
         return jax.device_put(np.clip(array, INT32.min, INT32.max).astype(np.int32))
     with np.errstate(over="ignore"):
         return jax.device_put(array.astype(jnp.dtype(dtype)))
 
 
 def once(array: jax.Array, axis: int) -> jax.Array:
-    """The array itself, for jax knows no strides."""
+    """The array itself, because jax arrays have no strides."""
     del axis
     return array
 
 
 def take_back(array: jax.Array) -> NDArray[Any]:
-    """Floats as float32, 8-bit floats as bits, integers as they are."""
+    """A NumPy array with floats as float32 and 8-bit floats as their bits; integers stay unchanged."""
     held = np.array(array)
     if is_bits(held.dtype):
         return held.view(np.uint8)
@@ -56,14 +56,14 @@ def take_back(array: jax.Array) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def careful() -> Iterator[None]:
-    """The launcher's outputs are NaN before a kernel writes them; nothing more to do."""
+    """Do nothing: the launcher already fills outputs with NaN before a kernel writes them."""
     yield
 
 
 def differentiate(
     function: Callable[..., Any], arguments: dict[str, Any], names: Sequence[str], d_out: Any, d_lse: Any
 ) -> tuple[Any, list[jax.Array]]:
-    """What a function returns, and the gradients with respect to arguments; of its results those of out and lse."""
+    """A function's results, and the gradients of its out and lse with respect to the named arguments."""
 
     def of(*given: jax.Array) -> Any:
         return function(**arguments | dict(zip(names, given, strict=True)))
@@ -79,9 +79,9 @@ def differentiate(
 def write(
     function: Callable[..., Any], arguments: dict[str, Any], name: str, num_results: int = 0
 ) -> list[NDArray[Any]]:
-    """Call an operation that gives its argument `name` anew, and check that the one given is as it was.
+    """Call an operation that returns an updated copy of its argument `name`, and check that the original is unchanged.
 
-    Returns the other results, of which there are `num_results`, and the arrays of that argument, with its scale pages.
+    Returns the other results, then the updated arrays with their scale pages.
     """
     del num_results
     given = written_arrays(arguments, name)

@@ -1,4 +1,4 @@
-"""`judge`: the suite on a plain function or on a command, without a backend's package around it.
+"""`judge`: run the suite on a plain function or a command, which need not be a backend package.
 
     def decode(q, kv_pages, kv_lens, page_indices): ...
 
@@ -58,8 +58,8 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "blocks": ("block_scores", "select_blocks", "top_k_blocks"),
     "varlen": ("varlen_attention",),
 }
-FLOATS = ("float32", "float16", "bfloat16", *QUANTIZED, "uint8")  # packed caches are uint8
-IDLE = "nothing was judged"  # the message of a check that had no batch to try, such as one of tunable paths
+FLOATS = ("float32", "float16", "bfloat16", *QUANTIZED, "uint8")  # uint8: packed caches
+IDLE = "nothing was judged"  # message of a check without a suitable batch, such as one that needs tunables
 WIDE = (
     "sinks",
     "alibi_slopes",
@@ -71,13 +71,13 @@ WIDE = (
     "rope_scale",
     "lses",
     "key_scale",
-)  # float32 beside any other dtype
-FIRST: dict[str, str] = {}  # the operations that checks begin with, by the checks' names
-Predicate = Callable[[str, Any], bool]  # of an operation's name and its arguments in NumPy, by attribute
+)  # arguments that are float32 whatever the other dtypes are
+FIRST: dict[str, str] = {}  # the first operation that each check calls, by the check's name
+Predicate = Callable[[str, Any], bool]  # takes an operation's name and a record of its arguments in NumPy
 
 
 def _floats(record: Any) -> Iterator[tuple[str, Any]]:
-    """The names and arrays of a call's queries, keys, values and caches, but not the scales beside them."""
+    """The names and arrays of a call's queries, keys, values and caches, without their scales."""
     for name, value in record.arguments().items():
         for array in value[:1] if isinstance(value, tuple) and name != "kv_pages" else _each(value):
             if isinstance(array, np.ndarray) and array.dtype.name in FLOATS and name not in WIDE:
@@ -85,7 +85,7 @@ def _floats(record: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _packed(record: Any) -> Iterator[NDArray[Any]]:
-    """The rows of caches of latents that are bytes, and the values and scales of an indexer's."""
+    """The dequantised rows of packed latent caches, and the values and scales of packed indexer caches."""
     widths = {layout.token_bytes for layout in CACHE_FORMATS.values()}
     for name in ("kv_cache", "extra_kv_cache", "kv", "cache", "keys"):
         cache = getattr(record, name, None)
@@ -121,13 +121,13 @@ def _has_invalid_indices(operation: str, record: Any) -> bool:
 
 
 def _num_rows(record: Any, name: str) -> int:
-    """How many latent rows the lists of a sparse call may name."""
+    """The number of latent rows that the index lists of a sparse call may refer to."""
     cache = record.kv if hasattr(record, "kv") else getattr(record, name.replace("indices", "kv_cache"))
-    return int(np.prod(cache.shape[:-1]))  # with lists there is one KV head
+    return int(np.prod(cache.shape[:-1]))  # sparse calls have one KV head
 
 
 def _lens(record: Any) -> tuple[Any, Any]:
-    """The numbers of queries and of keys of each live sequence, as far as the call has such lengths."""
+    """The number of queries and the number of keys of each live sequence; None for lengths that the call lacks."""
     queries = q_lens_of(record) if getattr(record, "cu_q_lens", None) is not None else None
     lens = getattr(record, "kv_lens", getattr(record, "lengths", getattr(record, "length", None)))
     if (edges := getattr(record, "cu_kv_lens", None)) is not None:
@@ -156,7 +156,7 @@ def _has_padding(operation: str, record: Any) -> bool:
 
 
 def _has_other_value_size(operation: str, record: Any) -> bool:
-    """Whether values have another head dim than keys have; the latents of MLA hold both and do not count."""
+    """Whether values and keys have different head dims. MLA latents hold both and do not count."""
     pages = getattr(record, "kv_pages", None)
     pairs = [(getattr(record, k, None), getattr(record, v, None)) for k, v in (("k", "v"), ("k_pages", "v_pages"))]
     pairs += [pages] if isinstance(pages, tuple) else []
@@ -168,7 +168,7 @@ def _is_empty(operation: str, record: Any) -> bool:
     return any(isinstance(array, np.ndarray) and not array.size for array in arrays)
 
 
-# What kernels of others often do not promise, by the names that `declines` takes.
+# Inputs that other people's kernels often do not support, by the names that `declines` accepts.
 UNPROMISED: Mapping[str, Predicate] = {
     "invalid indices": _has_invalid_indices,
     "padding": _has_padding,
@@ -184,7 +184,7 @@ UNPROMISED: Mapping[str, Predicate] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a function takes, beside what its parameters say. None sets no limit."""
+    """The calls that a function supports, in addition to what its parameters tell. None means no limit."""
 
     features: Collection[str] | None = None
     dtypes: Collection[str] | None = None
@@ -194,10 +194,10 @@ class Limits:
     declines: Sequence[str | Predicate] = ()
 
     def why_not(self, operation: str, record: Any) -> str | None:
-        """The reason why a batch is beyond the sizes and dtypes, or None."""
+        """The reason why a call exceeds the features, dtypes, sizes or `decode_only`, or None."""
         changed = [name for name in record.changed() if not record.KINDS[name].hint and name != "return_lse"]
         if self.features is not None and (other := [name for name in changed if name not in self.features]):
-            return f"{other[0]} is none of the features"
+            return f"{other[0]} is not among the features"
         if self.dtypes is not None and (
             other := sorted({array.dtype.name for _, array in _floats(record)} - {*self.dtypes})
         ):
@@ -213,8 +213,9 @@ class Limits:
         return None
 
     def declined(self, operation: str, record: Any) -> str | None:
-        """The reason why a batch is declined by `declines`, or None."""
-        # Most functions look at shapes, and most names at values, which the search for batches cannot choose.
+        """The reason why `declines` excludes a call, or None."""
+        # Functions come first, because most look at shapes. Most named predicates look at values, which the search in
+        # `steering` cannot choose.
         for each in sorted(self.declines, key=lambda each: isinstance(each, str)):
             predicate = UNPROMISED[each] if isinstance(each, str) else each
             if predicate(operation, record):
@@ -224,11 +225,11 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What the suite says of a function: a table as text, and the same as data."""
+    """The suite's verdicts on a function. Its `str` is a table with the failures."""
 
     name: str
-    verdicts: tuple[Verdict, ...]  # of every check of an operation that was given
-    left_out: Mapping[str, str]  # the kinds of checks that were not run, each with the reason
+    verdicts: tuple[Verdict, ...]  # one for each check of the given operations
+    left_out: Mapping[str, str]  # kinds of checks that were not run, each with the reason
 
     @property
     def failures(self) -> tuple[Verdict, ...]:
@@ -236,7 +237,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether at least one check ran, and none failed."""
+        """Whether at least one check passed and none failed."""
         return not self.failures and any(verdict.result == "passed" for verdict in self.verdicts)
 
     def check(self) -> None:
@@ -291,40 +292,41 @@ def judge(
     only: str = "",
     timeout: float = 60.0,
 ) -> Report:
-    """Judge a function, functions by the names of their operations, or a command, and return a report.
+    """Test a function, a mapping of operations to functions, or a command with the suite, and return a report.
 
-    A function gets the operation's arguments by their public names: those without a default, and those that differ from
-    theirs. It returns `out`, or all results of the operation in order; the definition stands in for those that are
-    missing. It declines a batch by raising `Unsupported` or `NotImplementedError`, and by lacking a parameter that the
-    batch needs. A function that writes an argument may return it, or return None after writing in place.
+    A function gets the operation's arguments by their public names: those without a default, and those whose value is
+    not the default. It returns `out`, or all results of the operation in order; the reference fills in missing ones. It
+    declines a batch by raising `Unsupported` or `NotImplementedError`, or by lacking a parameter that the batch needs.
+    A function that writes an argument may return it, or return None after writing in place.
 
     Args:
         kernel: a function; a mapping of operations to functions; or the words of a command, in which `{input}`,
             `{output}` and `{operation}` are filled in.
-        family: the operation of a function or a command; or `paged`, `heads_first`, `mla`, `indexer`, `blocks`,
-            `varlen`, for a command that computes all operations of one. A mapping names its own.
-        framework: "numpy", "torch" or "jax": whose arrays a function gets. In NumPy, bfloat16 and 8-bit floats are the
-            dtypes of `ml_dtypes`. A command's .npz file has their bits as uint16 or uint8, and `<name>.dtype`.
-        features: the optional arguments that the kernel supports, such as `sliding_window` (default: its parameters;
-            a command: all). A command without `return_lse` or `new_kv` in them is not given these either.
-        dtypes: the dtypes of floats and caches that it takes, such as `bfloat16` (default: any).
-        page_sizes, head_dims: the sizes that it takes (default: any).
-        decode_only: whether it takes one query for each sequence only; then it may lack `cu_q_lens`.
-        declines: further batches that it does not take: names in `UNPROMISED`, or functions of the operation's name and
-            a record of its arguments that return a bool.
-        contiguous: whether torch tensors come contiguous; otherwise some are views with gaps, or have strides of 0.
-        gradients: whether torch or jax can differentiate the function, whose gradients are then judged.
+        family: the operation that the function or the command computes; or, for a command that computes all operations
+            of a family, `paged`, `heads_first`, `mla`, `indexer`, `blocks` or `varlen`. Ignored for a mapping.
+        framework: the kind of arrays that a function gets: "numpy", "torch" or "jax". In NumPy, bfloat16 and 8-bit
+            floats have the dtypes of `ml_dtypes`. A command's .npz file holds their bits as uint16 or uint8, and the
+            dtype's name as `<name>.dtype`.
+        features: the optional arguments that the kernel supports, such as `sliding_window` (default: a function's
+            parameters; for a command, all). A command gets `return_lse` and `new_kv` only if they are among them.
+        dtypes: the float and cache dtypes that it supports, such as `bfloat16` (default: any).
+        page_sizes, head_dims: the sizes that it supports (default: any).
+        decode_only: whether it supports only one query per sequence; then it may lack `cu_q_lens`.
+        declines: further batches that it does not support: names in `UNPROMISED`, or functions that take the
+            operation's name and a record of its arguments, and return a bool.
+        contiguous: whether all torch tensors are contiguous; otherwise some are views with gaps or have strides of 0.
+        gradients: whether torch or jax can differentiate the function; its gradients are then tested too.
         batch_invariant: whether it promises that a sequence's results have the same bits in every batch.
         rounded_weights: whether softmax weights may be rounded to the dtype of 16-bit queries before the product with
-            values, as kernels on matrix units do. Where values cancel, that is beyond the bounds.
-        memory: whether to try any int32 in every index array, in guarded memory. A step outside a function's arrays
-            ends this process; a command's ends the command.
+            values, as kernels on matrix units do. If values cancel, the error may exceed the usual tolerances.
+        memory: whether to try any int32 in every index array, in guarded memory. If a function accesses memory outside
+            its arrays, this process dies; if a command does, only the command dies.
         device: a torch device.
-        examples: the number of batches drawn for a check (default: by HYPOTHESIS_PROFILE, 25).
-        only: a part of the names of the checks to run, such as `law: `.
-        timeout: the seconds that a command has for a batch.
+        examples: the number of batches drawn for each check (default: by HYPOTHESIS_PROFILE, or 25 if it is unset).
+        only: run only checks whose name contains this text, such as `law: `.
+        timeout: the time limit of a command for one batch, in seconds.
 
-    Raises InvalidInput for a name that is not known, and for a command that cannot be run.
+    Raises InvalidInput for an unknown name, and for a command that cannot be run.
     """
     functions = _functions(kernel, family, timeout)
     if framework not in ("numpy", *FRAMEWORKS):
@@ -357,9 +359,9 @@ def judge(
     judged = [each for each in verdicts if each.check not in absent and each.message != IDLE]
     left_out = {
         "every path": "a function has no options",
-        "batch invariance": "" if batch_invariant else "batch_invariant=True judges it",
-        "gradients": "" if gradients else "gradients=True judges them",
-        "memory": "" if memory else "memory=True judges it",
+        "batch invariance": "" if batch_invariant else "batch_invariant=True tests it",
+        "gradients": "" if gradients else "gradients=True tests them",
+        "memory": "" if memory else "memory=True tests it",
         **dict.fromkeys(sorted(runner.not_returned), "the function does not return it"),
     }
     return Report(name, tuple(judged), {what: reason for what, reason in left_out.items() if reason})
@@ -368,7 +370,7 @@ def judge(
 def _expect_known(
     functions: Mapping[str, Any], features: Any, dtypes: Any, page_sizes: Any, head_dims: Any, declines: Any
 ) -> None:
-    """Raise InvalidInput for a limit that would decline every batch because it is misspelt or no collection."""
+    """Raise InvalidInput for a misspelt limit, or one of the wrong type, because it would decline every batch."""
     arguments = sorted({name for operation in functions for name in (*CALLS[operation].KINDS, "return_lse")})
     known = {"features": (features, arguments), "dtypes": (dtypes, FLOATS), "declines": (declines, UNPROMISED)}
     for name, (given, names) in known.items():
@@ -419,7 +421,7 @@ def _name(kernel: Any, family: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Asked(Runner):
-    """No backend: notes which operation a check begins with."""
+    """A runner without a backend, which records the operations that a check calls first."""
 
     asked: list[str] = dataclasses.field(default_factory=list)
 
@@ -441,12 +443,12 @@ class _Asked(Runner):
 
 
 def _concerns(runner: FunctionRunner, check: Check) -> bool:
-    """Whether a check begins with an operation that was given, or with none that could be told."""
+    """Whether a check calls a given operation first, or its first operation is unknown."""
     return check.kind == "memory" or _first_operation(check).removesuffix("_backward") in {*runner.functions, ""}
 
 
 def _first_operation(check: Check) -> str:
-    """The operation that a check begins with, found once in a process; "" if it cannot be told."""
+    """The operation that a check calls first, cached for the process; "" if it is unknown."""
     name = str(check)
     if name not in FIRST:
         asked = _Asked(framework="numpy", backend="")
@@ -457,7 +459,7 @@ def _first_operation(check: Check) -> str:
 
 
 def _noting(check: Check, absent: set[str]) -> Check:
-    """The check, which adds its name to `absent` if it needs an operation that was not given."""
+    """The check, modified to add its name to `absent` if it needs an operation that was not given."""
 
     def run(runner: Runner, examples: int) -> int:
         try:

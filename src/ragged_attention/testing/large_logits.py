@@ -1,7 +1,7 @@
-"""Attention over logits that exp cannot take: right only if the largest one is subtracted first.
+"""Attention with logits so large that exp overflows unless the largest logit is subtracted first.
 
-Drawn batches have logits of a few units, and named ones may be more than a partial backend takes. So drawn batches are
-checked with larger queries too.
+The logits of drawn batches are small, and a partial backend may decline the named batches with large ones. So these
+checks enlarge the queries of drawn batches.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.strategies import varlen_specs
 
-ERROR = 2.0**-18  # of a logit in float32, in parts of the largest; products may cancel
+ERROR = 2.0**-18  # error of a float32 logit relative to the largest logit; its products may cancel
 FAMILIES = {
     "attention": specs(clean=True),
     "paged decode": paged_specs(clean=True),
@@ -30,7 +30,7 @@ FAMILIES = {
 
 
 def check(runner: Runner, batch: Any) -> None:
-    """A batch's results over larger queries agree with the definition, as far as float32 has its logits."""
+    """A batch's results with enlarged queries agree with the reference, within what float32 logits allow."""
     if (found := enlarged(batch)) is None:
         return
     large, largest = found
@@ -40,6 +40,6 @@ def check(runner: Runner, batch: Any) -> None:
 
 
 def agreement() -> Iterator[Check]:
-    """A check of each attention."""
+    """One check for each attention operation."""
     for name, strategy in FAMILIES.items():
         yield Check("agreement", f"{name}, large logits", on_drawn(built(check), strategy, 0.2))

@@ -1,4 +1,4 @@
-"""`max_logits`, the largest visible logit of each query head, of the attentions that return it on request."""
+"""Checks of `max_logits`, the largest visible logit of each query head, which attentions return on request."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -68,15 +68,15 @@ ANY: Mapping[str, st.SearchStrategy[Any]] = {
 
 
 def kind_of(batch: Any) -> str:
-    """The bounds of `max_logits`: those of a log-sum-exp, which has the same logits.
+    """The kind of bounds for `max_logits`: those of lse, which is computed from the same logits.
 
-    A backend may multiply by a tiny number instead of by an `sm_scale` of 0, so directions are not compared.
+    This kind does not compare directions: a backend may multiply by a tiny number in place of an `sm_scale` of 0.
     """
     return f"lse {batch.dtype if isinstance(batch, VarlenBatch) else batch.kind}"
 
 
 def check_max_logits(runner: Runner, batch: Any, options: Mapping[str, Any] | None = None) -> None:
-    """The definition's `max_logits`, and beside it the definition's out and lse."""
+    """The backend returns the reference's `max_logits`, and with it the reference's out and lse."""
     out, lse, got = runner.run(batch.OPERATION, batch, options=options, **REQUESTS)
     agrees(got, batch.expected_max_logits(), kind_of(batch), "max_logits")
     if isinstance(batch, VarlenBatch):
@@ -93,7 +93,7 @@ def max_logits_of(runner: Runner, batch: Any) -> NDArray[Any]:
 
 
 def it_is_the_largest_of_all_calls(runner: Runner, spec: Any) -> None:
-    """A batch has the largest logits of its sequences."""
+    """A batch's `max_logits` is the maximum over calls that have one sequence each."""
     batch = spec.build()
     if isinstance(batch, VarlenBatch):
         parts = [batch.of([seq]) for seq in range(batch.num_seqs)]
@@ -106,7 +106,7 @@ def it_is_the_largest_of_all_calls(runner: Runner, spec: Any) -> None:
 
 
 def nothing_else_counts(runner: Runner, spec: Any) -> None:
-    """NaN or infinity in what no query sees changes nothing; with no key at all, the largest logit is -inf."""
+    """NaN or infinity in keys that no query sees changes nothing; without any keys, the largest logit is -inf."""
     batch = spec.build()
     want = max_logits_of(runner, batch)
     for kind in ("nan", "inf"):
@@ -120,7 +120,7 @@ def nothing_else_counts(runner: Runner, spec: Any) -> None:
 
 
 def a_visible_nan_shows(runner: Runner, spec: Any) -> None:
-    """NaN in one head of a query that sees a key is that head's largest logit, and changes no other."""
+    """NaN in one head of a query that sees a key makes this head's largest logit NaN, and changes no other one."""
     batch = spec.build()
     sees = ~(batch.fully_masked_heads() if isinstance(batch, VarlenBatch) else batch.fully_masked())
     if not sees.any():

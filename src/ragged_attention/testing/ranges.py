@@ -1,4 +1,4 @@
-"""The ranges of keys that batches' queries see: those of masks that models use, and any others."""
+"""Key ranges for the queries of batches: those of models' masks, and random ones."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,10 +16,11 @@ Ranges = NDArray[np.int32]
 def ranges_of(
     rng: np.random.Generator, lens: Sequence[tuple[int, int]], tokens: int, kind: str | None
 ) -> Ranges | None:
-    """The ranges of `tokens` queries, the first of which belong to sequences of (q_len, kv_len); any for the others.
+    """Key ranges [tokens, N, 2] of a kind, or None if `kind` is None.
 
-    "causal", "window", "prefix", "chunks" and "spans" are masks of models; "one", "few" and "many" are ranges of each
-    query's own within its keys; "any" are integers without sense.
+    `lens` has each sequence's (q_len, kv_len). The remaining rows are padding, with meaningless ranges. "causal",
+    "window", "prefix", "chunks" and "spans" are the masks of models. With "one", "few" and "many", each query has its
+    own ranges within its keys; "any" has meaningless integers.
     """
     if kind is None:
         return None
@@ -39,13 +40,13 @@ def ranges_of(
 
 
 def anything(rng: np.random.Generator, shape: tuple[int, ...], near: int) -> Ranges:
-    """Any int32; most lie within [-near, near], so that many ranges meet keys."""
+    """Random int32; most lie close to [-near, near], so that many ranges contain keys."""
     close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
     return np.where(rng.random(shape) < 0.5, close, garbage(rng, shape, near))
 
 
 def _within(rng: np.random.Generator, shape: tuple[int, int, int], kv_len: int) -> Ranges:
-    """Ranges within the keys, in any order, of which some overlap and some are empty."""
+    """Ranges within the keys, in any order; some overlap and some are empty."""
     edges = np.sort(rng.integers(0, kv_len + 1, shape), axis=-1)
     edges[rng.random(shape[:2]) < 0.15] = rng.integers(0, kv_len + 1)
     return edges.astype(np.int32)

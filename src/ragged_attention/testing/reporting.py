@@ -1,4 +1,4 @@
-"""How `conformance` shows verdicts: failures by their likely causes, a table, and JUnit XML."""
+"""The output of `conformance`: failures grouped by likely cause, a table, and JUnit XML."""
 
 import argparse
 import collections
@@ -9,6 +9,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ragged_attention import dispatch
@@ -21,7 +22,7 @@ UNKNOWN = "no likely cause was found"
 
 
 def print_report(console: Console, runner: Any, lines: Sequence[Verdict], options: argparse.Namespace) -> None:
-    """Print the failures of a runner, grouped by what they share, and a table of all checks."""
+    """Print the failures of a runner, grouped by likely cause, and a table of all checks."""
     for cause, group in grouped(lines).items():
         checks = "1 check fails" if len(group) == 1 else f"{len(group)} checks fail"
         _say(console, f"{checks}: {cause}", style="bold red")
@@ -37,7 +38,7 @@ def _say(console: Console, text: str, **style: Any) -> None:
 
 
 def grouped(lines: Sequence[Verdict]) -> dict[str, list[Verdict]]:
-    """The failures by the likely cause that each shares with most others, the largest group first."""
+    """The failures, each grouped under the likely cause that it shares with most others; the largest group is first."""
     failed = [line for line in lines if line.result == "FAILED"]
     counts: dict[str, int] = {}
     for line in failed:
@@ -52,7 +53,7 @@ def grouped(lines: Sequence[Verdict]) -> dict[str, list[Verdict]]:
 
 
 def details(runner: Any, line: Verdict, options: argparse.Namespace) -> dict[str, str]:
-    """What a failure is told with, by name."""
+    """The lines to print below a failure, as a mapping of labels to texts."""
     told = {"error": line.message, "smallest batch": line.batch, "likely causes": "; ".join(line.causes)}
     for operation in line.answered:
         told[f"{options.backend}'s {operation} takes"] = features_of(options.backend, operation)
@@ -60,7 +61,7 @@ def details(runner: Any, line: Verdict, options: argparse.Namespace) -> dict[str
 
 
 def features_of(backend: str, operation: str) -> str:
-    """The optional arguments that a backend honours."""
+    """The optional arguments that a backend supports for an operation, as text; empty if it lacks the operation."""
     try:
         return ", ".join(sorted(dispatch.load(operation, backend).FEATURES)) or "no optional argument"
     except BackendMissing:
@@ -68,7 +69,7 @@ def features_of(backend: str, operation: str) -> str:
 
 
 def command(runner: Any, line: Verdict, options: argparse.Namespace) -> str:
-    """The command that judges a check again, by the batches that it was judged by."""
+    """The command that repeats a check with the same batches."""
     words = ["ragged-attention", "conformance", "--backend", options.backend, "--framework", runner.framework]
     if options.device != "cpu":
         words += ["--device", options.device]
@@ -82,7 +83,7 @@ def command(runner: Any, line: Verdict, options: argparse.Namespace) -> str:
 
 
 def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
-    """Print one line for each verdict that is not folded, then the reasons to decline and the counts."""
+    """Print a table with a line for each verdict of `folded`, then the reasons for declined batches and the counts."""
     table = Table(title=title, title_justify="left")
     columns = (("check", "left"), ("judged", "right"), ("declined", "right"), ("seconds", "right"), ("result", "left"))
     for name, justify in columns:
@@ -90,7 +91,7 @@ def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
     colours = {"passed": "green", "declined": "yellow", "FAILED": "bold red"}
     for line in folded(lines):
         result = f"[{colours[line.result]}]{line.result}[/]"
-        table.add_row(line.check, str(line.taken), str(line.declined or ""), f"{line.seconds:.1f}", result)
+        table.add_row(escape(line.check), str(line.taken), str(line.declined or ""), f"{line.seconds:.1f}", result)
     console.print(table)
     if reasons := commonest(lines):
         declined = sum(line.declined for line in lines)
@@ -100,7 +101,7 @@ def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
 
 
 def commonest(lines: Sequence[Verdict], most: int = 5) -> list[str]:
-    """The commonest reasons of all declined batches, each with its count."""
+    """The most common reasons for declined batches, each with its count."""
     counts: collections.Counter[str] = collections.Counter()
     for line in lines:
         counts.update(dict(line.refusals))
@@ -108,7 +109,7 @@ def commonest(lines: Sequence[Verdict], most: int = 5) -> list[str]:
 
 
 def folded(lines: Sequence[Verdict]) -> list[Verdict]:
-    """The corners that passed in one line, the declined checks in one line for each reason, and all others."""
+    """The verdicts to print: one line for all passed corners, one per reason for declined checks, and all others."""
     reasons: dict[str, list[Verdict]] = {}
     for line in lines:
         if line.result == "declined":
@@ -126,7 +127,7 @@ def folded(lines: Sequence[Verdict]) -> list[Verdict]:
 
 
 def write_junit(path: str, judged: Mapping[str, Sequence[Verdict]]) -> None:
-    """Write the verdicts of each runner as a test suite of JUnit XML; a declined check is a skipped test."""
+    """Write JUnit XML with one test suite for each runner; a declined check is a skipped test."""
     root = ElementTree.Element("testsuites")
     for name, lines in judged.items():
         counts = {result: sum(line.result == result for line in lines) for result in ("FAILED", "declined")}
@@ -147,5 +148,5 @@ def write_junit(path: str, judged: Mapping[str, Sequence[Verdict]]) -> None:
 
 
 def _without_control(text: str) -> str:
-    """The text without characters that XML cannot hold."""
+    """The text without characters that XML cannot represent."""
     return "".join(letter for letter in text if letter in "\n\t" or letter.isprintable())

@@ -1,4 +1,6 @@
-"""Garbage in every index array, buffers against unreadable pages: run in a process apart, for failure is its death.
+"""Run every operation with garbage in its index arrays and arrays next to unreadable pages.
+
+This is a separate process, because an access outside an array kills it.
 
 `python -m ragged_attention.testing.safety --backend triton --framework torch --examples 25`
 """
@@ -36,7 +38,7 @@ CACHES = (None, *QUANTIZED)
 
 
 def garbage_attention(seed: int) -> Batch:
-    """A valid batch whose index arrays are then filled with any int32."""
+    """A valid batch whose index arrays are then filled with arbitrary int32 values."""
     rng = np.random.default_rng(seed)
     lens = tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4)))
     batch = Spec(
@@ -63,7 +65,7 @@ def garbage_attention(seed: int) -> Batch:
 
 
 def garbage_write(seed: int) -> WriteBatch:
-    """The write that would come before `garbage_attention(seed)`, by tables or by slots of garbage."""
+    """The write that would precede `garbage_attention(seed)`, with garbage in its page tables or slots."""
     rng = np.random.default_rng(seed)
     batch = garbage_attention(seed)
     v_head_dim = 16
@@ -81,7 +83,7 @@ def garbage_write(seed: int) -> WriteBatch:
 
 
 def ascends(batch: Batch) -> bool:
-    """Whether `cu_q_lens` does; if not, whose rows are whose is undefined."""
+    """Whether `cu_q_lens` ascends. If not, it is undefined which rows belong to which sequence."""
     count = len(batch.bounds())
     return bool((np.diff(batch.cu_q_lens[: count + 1].astype(np.int64)) >= 0).all())
 
@@ -99,7 +101,7 @@ def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 
 
 def _norm_rope(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
-    """Garbage in the tables or slots, and positions anywhere."""
+    """Run `norm_rope_write` with garbage in its page tables or slots, and arbitrary positions."""
     del options
     write, rng = garbage_write(seed), np.random.default_rng(seed)
     num_tokens, _, width = write.k.shape
@@ -138,7 +140,10 @@ SLOWER = (
 
 
 def check_garbage(runner: Runner, examples: int) -> int:
-    """The backend survives garbage: in this process where a step outside is noticed, else in one that dies of it."""
+    """The backend survives garbage in its index arrays.
+
+    This runs here if the runner notices accesses outside arrays, else in a separate process, which dies of them.
+    """
     if runner.notices_steps_outside:
         return _survives_here(runner, examples)
     ended = run_apart(MODULE, [*runner.apart(), "--examples", str(examples)])
@@ -150,7 +155,7 @@ def check_garbage(runner: Runner, examples: int) -> int:
 
 
 def _survives_here(runner: Runner, examples: int) -> int:
-    """With few examples, each of the operations gets one of them."""
+    """Run the examples in this process. With up to 12 `examples`, each operation runs only once."""
     every = (*EXAMPLES, *SLOWER)
 
     def attempts() -> Iterator[Callable[[], None]]:
@@ -164,7 +169,7 @@ def _survives_here(runner: Runner, examples: int) -> int:
 
 
 class GuardedModule:
-    """A module whose `empty`, `array` and `full` give arrays in guarded memory; for what launchers allocate."""
+    """Stands in for torch or NumPy in a launcher: `empty`, `array` and `full` allocate guarded memory."""
 
     def __init__(self, module: Any, side: str) -> None:
         self._module, self._side = module, side
@@ -173,7 +178,7 @@ class GuardedModule:
         return getattr(self._module, name)
 
     def empty(self, shape: Sequence[int], *, dtype: Any, device: Any) -> Any:
-        """torch.empty on the CPU, filled with NaN."""
+        """`torch.empty`, guarded and with all bits set (NaN for floats) if it is on the CPU."""
         like = self._module.empty(tuple(shape), dtype=dtype, device=device)
         if like.device.type != "cpu":
             return like
@@ -189,7 +194,7 @@ class GuardedModule:
 
 
 def guard_the_launcher(framework: str, side: str) -> None:
-    """From now on, what this process's launcher and its replays allocate lies in guarded memory too."""
+    """Make this process's launcher and its replays allocate guarded memory from now on."""
     if framework == "torch":
         import torch
 
@@ -203,7 +208,7 @@ def guard_the_launcher(framework: str, side: str) -> None:
 
 
 def read_one_further(side: str) -> float:
-    """Read one element outside a guarded array, which must end the process."""
+    """Read one element outside a guarded array, which must kill the process."""
     array = guarded(np.ones(8, np.float32), side)
     beyond = np.lib.stride_tricks.as_strided(array, (1,), (0,))
     step = 8 if side == "end" else -1
@@ -219,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=25)
     parser.add_argument("--emulated", metavar="MODE", help="run CUDA kernels on a CPU, in this mode of the emulation")
     parser.add_argument("--room", help="the package that holds the backend, if no installed one announces it")
-    parser.add_argument("--prove-guard", choices=["start", "end"], help="read one element too far, and die")
+    parser.add_argument("--prove-guard", choices=["start", "end"], help="read one element outside an array, and die")
     options = parser.parse_args(argv)
     if options.prove_guard:
         read_one_further(options.prove_guard)
@@ -237,21 +242,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.emulated:
             runner = emulated(runner, options.emulated)
         for seed in range(0 if side == "end" else 1, options.examples, 2):
-            # The slower half of them with every second seed, by turns.
+            # Each of the slower operations runs with every second seed; half of them run with each seed.
             turns = [pair for number, pair in enumerate(SLOWER) if (seed // 2 + number) % 2 == 0]
             for operation, example in (*EXAMPLES, *turns):
                 ways = paths(runner, operation)
                 path = ways[seed % len(ways)]
                 what = f"{operation}, seed {seed}, guarded at the {side}, options {dict(path)}"
                 _survive(runner, what, functools.partial(example, runner, seed, path))
-        if side == "end" and options.framework == "torch":  # jax lays out all arrays but results by itself
+        if side == "end" and options.framework == "torch":  # jax allocates all arrays except results itself
             for name, attempt in empties.attempts(runner):
                 _survive(runner, f"{name}, guarded at the end", attempt)
     return 0
 
 
 def _survive(runner: Runner, what: str, attempt: Callable[[], object]) -> None:
-    """Say what is attempted, then attempt it: of a process that ends in it, that is the last line."""
+    """Print the attempt, then run it, so that the last line of a process that dies names its attempt."""
     sys.stdout.write(f"{what}\n")
     sys.stdout.flush()
     try:

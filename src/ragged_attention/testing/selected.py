@@ -1,4 +1,4 @@
-"""Lists of the blocks of keys that batches' queries see: any order, duplicates, and entries that name nothing."""
+"""Lists of the key blocks that queries see, in any order, with duplicates and invalid entries."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ Lists = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The structure of a call's lists of blocks."""
+    """The parameters of a call's lists of key blocks."""
 
     kind: str  # see `lists_of`
     size: int  # keys in a block
-    shared: bool = False  # whether all KV heads have one list
-    length: int = 4  # entries of a list, except of kind "all" and "none"
+    shared: bool = False  # whether all KV heads share one list
+    length: int = 4  # entries in each list, except for the kinds "all" and "none"
 
 
 selections = st.builds(
@@ -35,11 +35,11 @@ selections = st.builds(
 def lists_of(
     rng: np.random.Generator, lens: Sequence[tuple[int, int]], tokens: int, heads: int, selection: Selection | None
 ) -> Lists | None:
-    """The lists [T, K or 1, N] of `tokens` queries, the first of which belong to sequences of (q_len, kv_len).
+    """Lists [tokens, `heads` or 1, N] of key blocks, or None if `selection` is None.
 
-    "all": every block, in any order; "few": some blocks, of which some occur twice, among entries that name nothing;
-    "own": the same, with the block of the query's own position; "any": integers without sense; "none": lists without
-    entries. The lists of rows of padding are without sense.
+    `lens` has each sequence's (q_len, kv_len). The remaining rows are padding, with meaningless lists. The kinds are
+    "all": every block, in any order; "few": some blocks, with duplicates and invalid entries; "own": like "few", with
+    the block of the query's own position; "any": meaningless integers; "none": empty lists.
     """
     if selection is None:
         return None
@@ -61,22 +61,22 @@ def lists_of(
 
 
 def garbage_lists(rng: np.random.Generator) -> Selection | None:
-    """In every other call, lists of integers without sense."""
+    """A selection of meaningless integers with probability 1/2, else None."""
     size, shared, length = int(rng.choice([1, 4, 128, 256])), bool(rng.random() < 0.5), int(rng.integers(0, 4))
     lists = Selection(kind="any", size=size, shared=shared, length=length)
     return lists if rng.random() < 0.5 else None
 
 
 def _own_blocks(q_len: int, kv_len: int, size: int) -> NDArray[np.integer]:
-    """The block of each query's own position; -1 if it precedes the first key."""
+    """The block of each query's own position; -1 if the query precedes the first key."""
     position = kv_len - q_len + np.arange(q_len)
     return np.where(position < 0, -1, position // size)
 
 
 def _few(rng: np.random.Generator, shape: tuple[int, ...], count: int) -> Lists:
-    """Blocks of a sequence of `count`, with duplicates, and entries outside of it."""
+    """Blocks of a sequence that has `count` blocks, with duplicates and entries outside the sequence."""
     named = rng.integers(0, max(count, 1), shape)
-    # Entries that a product with the size of a block in 32 bits would turn into blocks of the sequence.
+    # The large entries are invalid, but become valid positions if their product with the block size overflows 32 bits.
     outside = rng.choice(
         np.array([-1, -1, -1, count, INT32.min, INT32.max, 2**24, 2**30, 2**31 - 2**24], np.int64), shape
     )

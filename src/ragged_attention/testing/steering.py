@@ -1,8 +1,8 @@
-"""Finds which batches a backend takes, and draws those.
+"""Find out which batches a partial backend takes, and draw only those.
 
-A partial backend refuses most drawn structures. Each structure is a nest of dataclasses, so the search needs no list of
-restrictions: it starts at the plainest structure, changes one field after another until the backend takes the batch,
-and then asks, for each value of each field, whether the batch with this value is taken too.
+A partial backend refuses most drawn structures. A structure is made of nested dataclasses (specs), so the search needs
+no list of the backend's restrictions. It starts with the plainest structure and changes one field after another until
+the backend takes the batch. Then it asks, for each value of each field, whether the backend also takes that value.
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from ragged_attention.testing.paged.specs import Arrays
 
-Path = tuple[str | int, ...]  # the names of nested fields, and indices of nested tuples
-Ask = Callable[[Any], str | None]  # why the backend refuses a structure, or None
+Path = tuple[str | int, ...]  # names of nested fields and indices into nested tuples
+Ask = Callable[[Any], str | None]  # returns the reason why the backend refuses a structure, or None
 Lens = tuple[tuple[int, int], ...]
 
-CONTRADICTION = "the fields contradict each other"  # in place of a refusal; it leads the search nowhere
-MOST_QUESTIONS = 1200  # to find one batch that is taken
-# Values that the strategies rarely or never draw, and for which kernels are often written.
+CONTRADICTION = "the fields contradict each other"  # the reason for an invalid structure; it ends a path of the search
+MOST_QUESTIONS = 1200  # limit on calls of `Ask` in the search for one structure that is taken
+# Values that strategies rarely or never draw, but that kernels are often written for.
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "dtype": ("float32", "bfloat16", "float16"),
     "page_size": (16, 32, 64, 128, 256),
@@ -36,7 +36,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "max_q_len": (1,),
     "split_pages": (False, True),
 }
-# A refusal depends on static facts only, and these fields change none.
+# Fields that change only array values, on which refusals do not depend.
 VALUES_ONLY = {"seed", "garbage", "poison", "invalid_pages", "sharing", "magnitude"}
 FORMS: Mapping[str, Callable[[Lens], Lens]] = {
     "as drawn": lambda lens: lens,
@@ -47,30 +47,30 @@ FORMS: Mapping[str, Callable[[Lens], Lens]] = {
     "one sequence": lambda lens: lens[:1],
     "decode of one sequence": lambda lens: tuple((1, max(kv_len, 1)) for _, kv_len in lens[:1]),
 }
-# How a refusal may name a field without its name.
+# Words by which a refusal may refer to a field.
 WORDS = {
     "d": ("head_dim",),
     "lens": ("decode", "prefill", "query", "queries", "sequence"),
     "combined": ("pair", "one array"),
 }
-LONG_PAGE = 32  # with longer pages the drawn lengths would fill one page only, so they are stretched
-FACTORS = (1, 8)  # the drawn lengths fill at most five pages of 16 slots, so some are multiplied to fill up to 35
+LONG_PAGE = 32  # with longer pages, drawn lengths would fill only one page, so they are multiplied
+FACTORS = (1, 8)  # drawn lengths fill at most five pages of 16 slots; some are multiplied, to fill up to 35
 
 
 def is_structure(value: Any) -> bool:
-    """Whether a drawn value is described by fields. Neither a batch is, nor a batch together with its gradients."""
+    """Whether a drawn value is a spec, rather than a batch or a batch with its gradients."""
     if not dataclasses.is_dataclass(value) or isinstance(value, (Arrays, type)):
         return False
     return not any(isinstance(getattr(value, field.name), Arrays) for field in dataclasses.fields(value))
 
 
 def told(value: Any) -> str:
-    """A drawn value as the expression that makes it; empty if no structure describes it."""
+    """The expression that creates a drawn value; empty if the value is not a structure."""
     return brief(value) if _parts(value) else ""
 
 
 def brief(value: Any) -> str:
-    """A structure as the expression that makes it, without the fields that have their defaults, except for dtypes."""
+    """The expression that creates a structure, without fields at their defaults, except dtypes."""
     if is_structure(value):
         value = value.fitted() if hasattr(value, "fitted") else value
         told = {
@@ -85,7 +85,7 @@ def brief(value: Any) -> str:
 
 
 def leaves(value: Any, path: Path = ()) -> dict[Path, Any]:
-    """The innermost fields of a structure, or of the structures in a tuple."""
+    """The innermost fields of a structure or of a tuple of structures, with their values."""
     found: dict[Path, Any] = {}
     for name, part in _parts(value):
         found |= leaves(part, (*path, name))
@@ -101,7 +101,7 @@ def _parts(value: Any) -> list[tuple[str | int, Any]]:
 
 
 def replaced(value: Any, changes: Mapping[Path, Any]) -> Any:
-    """The structure with other values of some innermost fields."""
+    """The structure with some innermost fields changed."""
     if () in changes:
         return changes[()]
     inner: dict[str | int, dict[Path, Any]] = {}
@@ -116,7 +116,7 @@ def replaced(value: Any, changes: Mapping[Path, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The structure with the default of every field that has one."""
+    """The structure with every field set to its default, if it has one."""
     if is_structure(value):
         parts = {}
         for field in dataclasses.fields(value):
@@ -128,12 +128,12 @@ def plain(value: Any) -> Any:
 
 
 def template(reason: str) -> str:
-    """A refusal without numbers and dtypes: two refusals with one template were raised by one condition."""
+    """A refusal with numbers and dtypes replaced: refusals with equal templates come from the same condition."""
     return re.sub(r"\d+", "#", re.sub(r"b?float\d+\w*|u?int8|bf16|f16|f32|True|False", "#", reason))
 
 
 def vocabulary(values: Sequence[Any]) -> dict[Path, list[Any]]:
-    """The values to try for each field: those of the structures themselves, then the usual ones."""
+    """The values to try for each field: the usual ones, then those in the given structures."""
     found: dict[Path, list[Any]] = {}
     for value in values:
         for path, leaf in leaves(value).items():
@@ -154,7 +154,7 @@ def page_size_of(value: Any) -> int | None:
 
 
 def lens_of(value: Any) -> dict[Path, Lens]:
-    """The (q_len, kv_len) of a structure's sequences, by their place in it; empty if it has none."""
+    """The tuples of (q_len, kv_len) in a structure, by the path of their field."""
     return {path: leaf for path, leaf in leaves(value).items() if path[-1:] == ("lens",) and _pairs(leaf)}
 
 
@@ -163,14 +163,14 @@ def _pairs(leaf: Any) -> bool:
 
 
 def formed(value: Any, form: str) -> Any:
-    """The structure with lengths of that form."""
+    """The structure with its lengths changed to one of `FORMS`."""
     return replaced(value, {path: FORMS[form](lens) for path, lens in lens_of(value).items()})
 
 
 def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
-    """A structure like `value` that the backend takes, or None if none is found.
+    """A structure like `value` that the backend takes, or None if the search fails.
 
-    A change is kept if it makes the backend refuse for another reason, because then it has met the first one.
+    A change is kept if the backend then refuses for another reason, because the first restriction is then satisfied.
     """
     words = vocabulary([*values, plain(value), value])
     for path, lens in lens_of(value).items():
@@ -181,14 +181,17 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
             return base
         if (found := _climb(base, reason, {template(reason), CONTRADICTION}, words, ask, [MOST_QUESTIONS])) is not None:
             return found
-        # The dispatch refuses by one field at a time, so that changes together would find no more.
+        # Refusals by `dispatch` ("does not ...") concern one field at a time, so changing several at once cannot help.
         if not reason.startswith("does not") and (found := _together(base, reason, words, ask)) is not None:
             return found
     return None
 
 
 def _together(base: Any, reason: str, words: Mapping[Path, Sequence[Any]], ask: Ask) -> Any:
-    """A structure with several changes at once, for backends whose refusals do not tell one condition from another."""
+    """A structure with several changes at once that is taken, or None.
+
+    This is for backends that refuse with the same reason whichever condition is violated.
+    """
     first = {"dtype": 3, "page_size": 5, "head_dim": 3, "d": 3, "heads": 4, "lens": 3}
     paths = [path for path in words if path[-1] in first or _named(str(path[-1]), reason)]
     choices = [words[path][: first.get(str(path[-1]), 2)] for path in paths]
@@ -214,14 +217,14 @@ def _climb(base: Any, reason: str, seen: set[str], words: Mapping[Path, Any], as
 
 
 def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> list[tuple[Path, Any]]:
-    """The changes of one field, first those that the refusal hints at."""
+    """The possible changes of one field; changes that the refusal hints at come first."""
     now, said = leaves(base), set(re.findall(r"\w+", reason))
     moves = [(path, new) for path in words if path in now for new in words[path] if not _equal(new, now[path])]
     return sorted(moves, key=lambda move: -_hints(str(move[0][-1]), move[1], reason, said))
 
 
 def _hints(name: str, value: Any, reason: str, said: Collection[str]) -> int:
-    """How much a refusal hints at a field, by its name, and at a value."""
+    """A score for how strongly a refusal hints at a field (2) and at a value (1)."""
     return 2 * _named(name, reason) + (str(value) in said)
 
 
@@ -231,13 +234,13 @@ def _named(name: str, reason: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Steering:
-    """Which values of fields a backend takes, as far as they are restricted, and the form of lengths."""
+    """The values that a backend takes for restricted fields, and the form of lengths that it takes."""
 
     allowed: Mapping[Path, tuple[Any, ...]]
     form: str = "as drawn"
 
     def steered(self, draw: Callable[[st.SearchStrategy[Any]], Any], value: Any) -> Any:
-        """The structure with other values where the backend does not take the drawn ones."""
+        """The structure with values that the backend takes in place of drawn ones that it does not."""
         now, changes = leaves(value), {}
         for path, values in self.allowed.items():
             if path in now and not any(_equal(now[path], other) for other in values):
@@ -248,7 +251,7 @@ class Steering:
 
 
 def stretched(value: Any, times: int = 1) -> Any:
-    """The structure with longer sequences if its pages are long: of several pages, and of `times` as many."""
+    """The structure with more keys if pages are long, so that a sequence fills several, and `times` as many."""
     size = page_size_of(value)
     if size is None or 2 * size < LONG_PAGE:
         return value
@@ -263,7 +266,7 @@ def stretched(value: Any, times: int = 1) -> Any:
 
 
 def learn(values: Sequence[Any], ask: Ask) -> dict[type | tuple[Path, ...], Steering]:
-    """How to steer structures with the fields of these, by their fields."""
+    """For each set of fields in the given structures, the `Steering` of structures with these fields."""
     kinds: dict[Any, list[Any]] = {}
     for value in values:
         if len(paths := leaves(value)) > 1:
@@ -290,7 +293,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
 
 
 def _variety(value: Any) -> int:
-    """How many kinds of lengths a structure has, so that the most telling one is asked for."""
+    """A score for the variety of lengths in a structure; the search starts from the most varied one."""
     lens = [pair for each in lens_of(value).values() for pair in each]
     return len(set(lens)) + 10 * (len({min(q_len, 2) for q_len, _ in lens}) > 1)
 
@@ -301,7 +304,7 @@ def _among(leaf: Any, values: Collection[Any]) -> bool:
 
 @st.composite
 def steered(draw: st.DrawFn, strategy: st.SearchStrategy[Any], by: Mapping[Any, Steering]) -> tuple[Any, bool]:
-    """A value of the strategy as the backend takes it, and whether it was changed for that."""
+    """A value drawn from the strategy and changed so that the backend takes it, and whether it was changed."""
     value = draw(strategy)
     steering = by.get(tuple(leaves(value)))
     if steering is None:

@@ -1,8 +1,8 @@
-"""The suite: every check there is, as a list that pytest and `ragged-attention conformance` both walk.
+"""The suite: the list of all checks, which both pytest and `ragged-attention conformance` run.
 
-A check takes a runner and a number of examples, raises AssertionError where the backend is wrong, and returns how
-many examples the backend took. A backend that declines a batch (`why_not`) is not wrong; one that declines them all
-has shown nothing, which is a `Declined` check.
+A check takes a runner and a number of examples, raises AssertionError if the backend is wrong, and returns the number
+of examples that the backend took. A backend that declines a batch (`why_not`) is not wrong. If it declines all of
+them, nothing was tested, and the check raises `Declined`.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ ON_EVERY_PATH = (
 
 
 def corners() -> Iterator[Check]:
-    """Every named batch, once, as the backend's own heuristic would run it."""
+    """Checks that run every named batch once, most of them with the backend's own choice of options."""
     for name, build in CORNERS.items():
         yield Check("corner", f"attention, {name}", on_corner(check_attention, build))
     for name in ON_EVERY_PATH:
@@ -66,7 +66,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn batches against the definitions."""
+    """Checks that compare drawn batches with the reference."""
     yield Check(
         "agreement", "attention on drawn batches", on_drawn_paths("ragged_paged_attention", check_attention, specs())
     )
@@ -88,7 +88,7 @@ def agreement() -> Iterator[Check]:
 
 
 def laws() -> Iterator[Check]:
-    """What holds without asking the definitions."""
+    """Checks of properties that need no reference result."""
     for name, law in LAWS.items():
         quantized = formats.QUANTIZED if law is quantised_is_dequantised else None
         yield Check("law", name, on_drawn(law, specs(clean=True, cache_dtypes=quantized), 0.5))
@@ -109,5 +109,5 @@ def memory() -> Iterator[Check]:
 
 
 def checks() -> list[Check]:
-    """All of it, the cheap and telling first."""
+    """All checks; cheap and informative ones come first."""
     return [*corners(), *agreement(), *laws(), *memory()]

@@ -1,4 +1,4 @@
-"""The suite under pytest: `pytest --pyargs ragged_attention.testing --backend X`."""
+"""Run the suite under pytest: `pytest --pyargs ragged_attention.testing --backend X`."""
 
 import pytest
 

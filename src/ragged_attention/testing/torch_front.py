@@ -1,4 +1,4 @@
-"""NumPy batches through the torch front end and back."""
+"""Call the torch front end with NumPy batches, and convert its results back."""
 
 import contextlib
 import warnings
@@ -27,16 +27,16 @@ def facts(device: str | None) -> Device:
 
 
 def unusable(device: str) -> str | None:
-    """Why torch cannot have tensors on a device here, or None."""
+    """The reason why torch cannot use a device here, or None."""
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # RuntimeError, AssertionError or NotImplementedError, by device and build of torch
+    except Exception as error:  # the type depends on the device and on torch's build
         return f"torch has no device {device!r} here: {str(error).partition(chr(10))[0]}"
     return None
 
 
 def raw(array: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The array as its dtype's bytes, in a dtype that NumPy and torch both know."""
+    """The array's values in `dtype`, viewed in a dtype that both NumPy and torch have."""
     if dtype == "bfloat16":
         return (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16).view(np.int16)
     if dtype == "float16":
@@ -46,9 +46,10 @@ def raw(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def with_gaps(array: NDArray[Any], dtype: str, layout: str) -> tuple[NDArray[Any], tuple[slice, ...]]:
-    """A larger array full of garbage that holds `array` at the slices returned.
+    """A larger array full of garbage that holds `array`, and the slices at which it does.
 
-    Pages keep a last stride of 1, as their law has it; blocks are pages that lie apart, each of them whole.
+    With the layout "pages", the last stride stays 1, as operations require of pages. With "blocks", pages are
+    contiguous but have gaps between them.
     """
     if array.ndim == 0:
         return array, ()
@@ -69,23 +70,23 @@ def with_gaps(array: NDArray[Any], dtype: str, layout: str) -> tuple[NDArray[Any
 
 
 def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Place, device: str | None) -> Any:
-    """One array as a tensor, in memory that `place` lays out; with gaps if there is a `layout` for them."""
+    """A tensor with the values of `array`, in memory that `place` allocates, with the gaps that `layout` names."""
     array, where = raw(array, dtype), ()
     if layout:
         array, where = with_gaps(array, dtype, layout)
-    array = place(np.array(array))  # a copy, for tensors may be written
+    array = place(np.array(array))  # a copy, because operations may write the tensor
     tensor = torch.from_numpy(array)
     tensor = tensor.view(BITS[dtype]) if dtype in BITS else tensor
     return tensor.to(device or "cpu")[where]
 
 
 def once(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """The tensor with a stride of 0 along an axis over which it is alike."""
+    """The tensor with a stride of 0 along an axis, whose slices are all equal."""
     return tensor.narrow(axis, 0, min(1, tensor.shape[axis])).expand_as(tensor)
 
 
 def take_back(tensor: torch.Tensor) -> NDArray[Any]:
-    """Floats as float32, 8-bit floats as bits, integers as they are."""
+    """A NumPy array with floats as float32 and 8-bit floats as their bits; integers stay unchanged."""
     tensor = tensor.detach().cpu()
     if is_bits(tensor.dtype):
         return tensor.view(torch.uint8).numpy()
@@ -94,7 +95,7 @@ def take_back(tensor: torch.Tensor) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def careful() -> Iterator[None]:
-    """Fresh memory is NaN inside, so that an output left unwritten shows."""
+    """A context in which torch fills new memory with NaN, so that unwritten outputs are noticed."""
     before, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -111,7 +112,7 @@ def careful() -> Iterator[None]:
 def differentiate(
     function: Callable[..., Any], arguments: dict[str, Any], names: Sequence[str], d_out: Any, d_lse: Any
 ) -> tuple[Any, list[torch.Tensor]]:
-    """What a function returns, and the gradients with respect to arguments; of its results those of out and lse."""
+    """A function's results, and the gradients of its out and lse with respect to the named arguments."""
     given = [arguments[name].detach().requires_grad_() for name in names]
     results = function(**arguments | dict(zip(names, given, strict=True)))
     out, lse = (results[0], results[-1]) if isinstance(results, tuple) else (results, None)
@@ -122,9 +123,9 @@ def differentiate(
 def write(
     function: Callable[..., Any], arguments: dict[str, Any], name: str, num_results: int = 0
 ) -> list[NDArray[Any]]:
-    """Call an operation that writes its argument `name` in place, and check that it wrote nothing beside it.
+    """Call an operation that writes its argument `name` in place, and check that it wrote nothing outside it.
 
-    Returns the other results, of which there are `num_results`, and the arrays of that argument, with its scale pages.
+    Returns the `num_results` other results, then the written arrays with their scale pages.
     """
     tensors = written_arrays(arguments, name)
     around = [_storage_of(tensor) for tensor in tensors]
@@ -144,6 +145,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of the memory that a tensor is a view of, as integers."""
+    """The whole memory behind a view, as a one-dimensional tensor of integers."""
     bits = _bits(tensor)
     return bits.as_strided((bits.untyped_storage().nbytes() // bits.element_size(),), (1,), 0)

@@ -1,4 +1,4 @@
-"""Triton's interpreter, with the floats that NumPy lacks converted and computed as GPUs do.
+"""Make Triton's interpreter convert and compute the floats that NumPy lacks as GPUs do.
 
 The interpreter holds a bfloat16 as a uint16 and an 8-bit float as a uint8. Triton 3.6 to 3.9 truncate where a GPU
 rounds to nearest even, and they add, multiply, compare and `tl.dot` the codes as if they were integers. They also label
@@ -39,7 +39,7 @@ def values_by_code(name: str) -> NDArray[np.float32]:
 
 
 def values_of(data: NDArray[Any], dtype: Any) -> NDArray[Any]:
-    """The exact values of floats as the interpreter holds them: float64 of float64, else float32."""
+    """The exact values of floats that the interpreter holds: float64 for float64, else float32."""
     name = dtype.scalar.name
     if name == "bf16":
         return numbers.bf16_value(data)
@@ -49,7 +49,7 @@ def values_of(data: NDArray[Any], dtype: Any) -> NDArray[Any]:
 
 
 def to_8_bits(values: NDArray[Any], dtype: Any, towards_zero: bool) -> NDArray[np.uint8]:
-    """float32 or float64 as codes of an 8-bit float, saturated."""
+    """The codes of float32 or float64 values in an 8-bit float format, saturated."""
     magnitudes = values_by_code(dtype.name)[:128]
     finite = magnitudes[np.isfinite(magnitudes)]
     size = np.minimum(np.abs(values.astype(np.float64)), finite[-1])
@@ -78,7 +78,7 @@ def converted(data: NDArray[Any], source: Any, target: Any, rounding: Any = None
 
 
 def to_integers(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Floats as integers, rounded towards zero and saturated; GPUs convert to 8 bits through 16."""
+    """Floats as integers, rounded towards zero and saturated; as on GPUs, conversion to 8 bits goes through 16 bits."""
     wide = np.dtype(f"{dtype.kind}{max(2, dtype.itemsize)}")
     return numbers.to_integer(values, "rzi", wide.str).reshape(values.shape).astype(dtype)
 
@@ -98,7 +98,7 @@ def narrowed(handle: Any, dtype: Any) -> Any:
 class Builder(interpreter.InterpreterBuilder):
     """The interpreter's operations; those on narrow floats compute in float32 and round the result once."""
 
-    def get_bf16(self, value: float) -> Any:  # Triton 3.6 has none
+    def get_bf16(self, value: float) -> Any:  # Triton 3.6 lacks this method
         return narrowed(self.get_fp32(value), tl.bfloat16)
 
     def cast_impl(self, src: Any, dst_type: Any) -> Any:
@@ -140,9 +140,10 @@ class Builder(interpreter.InterpreterBuilder):
         return narrowed(interpreter.TensorHandle(numbers.fma_wide(*wide), tl.float64), z.dtype)
 
     def create_dot(self, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        """Sum in float64 and round once: on a GPU, a row's sum does not depend on its place in a block.
+        """The product of two blocks, summed in float64 and rounded once.
 
-        In float32 it may: the BLAS library that NumPy calls adds in an order that depends on shapes and on the CPU.
+        On a GPU, a row's sum does not depend on its place in a block. With float32 sums it might: NumPy's BLAS library
+        adds in an order that depends on shapes and on the CPU.
         """
         if not (a.dtype.is_floating() and b.dtype.is_floating() and d.dtype.scalar.is_fp32()):
             return super().create_dot(widened(a), widened(b), d, input_precision, max_num_imprecise_acc)

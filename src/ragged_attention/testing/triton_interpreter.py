@@ -1,9 +1,9 @@
-"""Triton's interpreter made faster, with a GPU's arithmetic on narrow floats.
+"""Make Triton's interpreter faster, and give it a GPU's arithmetic on narrow floats.
 
-It leaves out work whose result nobody sees. At every call of a `@triton.jit` function from another one, the interpreter
-walks through all of `triton.language` to replace what it has replaced already when the kernel was launched. It computes
-in 64 bits whether a sum, difference or product of integers overflows, and drops the answer unless it debugs. Each time
-that it needs the NumPy dtype for one of Triton's, it builds a dictionary of them all.
+`quicken` removes three kinds of useless work. At every call of a `@triton.jit` function from another one, the
+interpreter goes through all of `triton.language` to replace functions that it already replaced at launch. It computes
+in 64 bits whether a sum, difference or product of integers overflows, and ignores the answer unless debugging is on.
+Each time it needs the NumPy dtype for one of Triton's dtypes, it builds a dictionary of all of them.
 
 `triton_floats` replaces its conversions of floats and its arithmetic in bfloat16 and 8-bit floats.
 """
@@ -16,16 +16,16 @@ import inspect
 import os
 from typing import Any
 
-PRIVATE = (  # of Triton's
+PRIVATE = (  # private names of `triton.runtime.interpreter` that are used here
     "_patch_lang", "_LangPatchScope", "_get_np_dtype", "interpreter_builder",
     "InterpreterBuilder", "TensorHandle", "ReduceOps", "ScanOps", "_interpreter", "_ir",
 )  # fmt: skip
 
 
 def quicken() -> bool:
-    """Let the interpreter of this process leave this work out and compute as GPUs do; returns whether it does.
+    """Change this process's interpreter as described above; returns whether it is changed.
 
-    Where a version of Triton lacks one of the private names, the interpreter stays as it is.
+    The interpreter stays as it is if this version of Triton lacks one of the names in `PRIVATE`.
     """
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return False

@@ -1,4 +1,4 @@
-"""What becomes of a check: the one place that distinguishes a failure, a refusal and a success."""
+"""Run a check and tell whether it passed, was declined or failed."""
 
 import contextlib
 import dataclasses
@@ -14,28 +14,28 @@ from ragged_attention.testing.runner import ANSWERED, DECLINED, Declined, Runner
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What became of one check."""
+    """The outcome of one check."""
 
     check: str
     result: str  # passed | declined | FAILED
-    taken: int = 0  # batches that were judged
+    taken: int = 0  # batches that the backend took
     seconds: float = 0.0
     message: str = ""
     hung: bool = False
     answered: tuple[str, ...] = ()  # the operations that the backend ran
-    declined: int = 0  # batches that it refused
-    refusals: tuple[tuple[str, int], ...] = ()  # its commonest reasons to refuse, each with its count
-    batch: str = ""  # the smallest batch that fails, as the expression that makes it
-    causes: tuple[str, ...] = ()  # what is probably wrong, the most telling first
+    declined: int = 0  # batches that the backend declined
+    refusals: tuple[tuple[str, int], ...] = ()  # the most common reasons for declined batches, each with its count
+    batch: str = ""  # an expression that creates the smallest failing batch
+    causes: tuple[str, ...] = ()  # likely causes of the failure, the most specific first
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """The commonest reasons to refuse a batch, in words."""
+        """The most common reasons for declined batches, as text."""
         return tuple(f"{reason} ({count})" for reason, count in self.refusals)
 
 
 def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
-    """Run a check on a backend."""
+    """The verdict of a check on a runner's backend."""
     ANSWERED.clear()
     DECLINED.clear()
     begun, taken, result, message, batch, causes = time.perf_counter(), 0, "passed", "", "", ()
@@ -46,7 +46,7 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
             result, message = "declined", f"nothing was judged{_commonest()}"
     except Declined as refusal:
         result, message = "declined", str(refusal)
-    except Exception as error:  # whatever a kernel of others may raise is a failure, and the next check goes on
+    except Exception as error:  # any error of a kernel is a failure of this check only
         result, message = "FAILED", _described(error)
         batch, causes = _diagnosed(runner, getattr(error, "failure", None))
     answered = tuple(sorted(operation for operation, backend in ANSWERED if backend == runner.backend))
@@ -59,9 +59,9 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
 
 @contextlib.contextmanager
 def _traced() -> Iterator[None]:
-    """If a kernel ends this process by a step outside its arrays, standard error shows the line that did it.
+    """Print the stack to standard error if a kernel kills this process by an access outside its arrays.
 
-    Below it are the batch and the check, which `in_frame` names.
+    The batch and the check appear as frames of this stack, by `in_frame`.
     """
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield
@@ -78,7 +78,7 @@ def _commonest() -> str:
 
 
 def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str, ...]]:
-    """The batch of a failure, if a structure describes it, and the likely causes."""
+    """The expression that creates a failure's batch, or "", and the likely causes."""
     if failure is None:
         return "", ()
     batch = ""
@@ -86,15 +86,15 @@ def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str,
         with _traced(), runner.around():
             batch = steering.told(failure.batch)
             return batch, diagnosis.causes(runner, failure.batch, failure.check)
-    except Exception as error:  # of the kernel, which may fail on a batch like this one in another way
-        return batch, (f"a batch like it ends in {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",)
+    except Exception as error:  # the kernel may fail differently on a similar batch
+        return batch, (f"a similar batch raises {type(error).__name__}: {str(error).partition(chr(10))[0][:200]}",)
 
 
 def _described(error: Exception) -> str:
-    """An error without Hypothesis's note of the batch if the verdict has the batch in a shorter form."""
+    """The text of an error, without Hypothesis's note of the batch if the verdict has a shorter form of it."""
     known = hasattr(error, "failure")
     notes = [note for note in getattr(error, "__notes__", ()) if not (known and note.startswith("Failing test case"))]
     lines = [f"{type(error).__name__}: {error}", *notes]
     if "are NaN in one" in lines[0]:
-        lines.append("Where what no query may see holds NaN, mask the values too: a weight of 0 times NaN is NaN.")
+        lines.append("If keys that no query may see hold NaN, mask their values too: a weight of 0 times NaN is NaN.")
     return "\n".join(lines)
