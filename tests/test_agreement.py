@@ -1,4 +1,4 @@
-"""Every backend gives what the definition gives: on a named batch for each edge, and on drawn ones."""
+"""Every backend agrees with the reference, on named batches (one for each corner case) and on random batches."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runner import Absent, Runner, runner_for
 from ragged_attention.testing.suite import agreement, corners
 
-# Drawn batches are slow where each is compiled or interpreted anew.
+# The fraction of random batches, for runners that are slow because they compile or interpret each batch anew.
 PACE = {"jax-xla": 0.12, "torch-triton": 0.12, "jax-triton": 0.12, "jax-reference": 0.4}
 
 
@@ -30,7 +30,7 @@ def test_agreement(runner: Runner, check: Check, examples: int) -> None:
 
 
 def test_backends_have_all_operations_but_these(runner: Runner) -> None:
-    """So that an operation which is lost does not pass for one that a backend has not."""
+    """Each backend lacks exactly the listed operations, so an operation that disappears by mistake is noticed."""
     lacking = {operation for operation in CALLS if not _has(runner.backend, operation)}
     known = {
         "triton": {"dequantize_mla_cache", "page_indices_to_slots", "quantize_kv", "dequantize_kv"},

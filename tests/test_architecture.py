@@ -1,4 +1,4 @@
-"""Who may import whom, read from the source; and the sizes that keep the code readable."""
+"""The permitted imports between packages, and limits on sizes that keep the code readable, checked on the source."""
 
 import ast
 import functools
@@ -29,7 +29,7 @@ STANDARD = {
     "ml_dtypes",
 }
 
-# What of the packages above a folder may import.
+# The packages among the above that a folder may import.
 TOOLCHAINS = {
     "reference": {"numpy"},
     "kernels_triton": {"triton"},
@@ -43,9 +43,9 @@ TOOLCHAINS = {
     "jax_shared": {"jax", "jaxlib", "numpy"},
     "host": {"numpy"},
 }
-# The modules and packages of ours that a room may import beside itself.
+# Our modules and packages that a backend's folder may import besides itself.
 FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
-# The modules that lie directly under ragged_attention; all others are in a package that says what they are about.
+# The modules directly under ragged_attention. All others are in a package whose name tells their subject.
 TOP = {
     "__init__",
     "__main__",
@@ -58,7 +58,7 @@ TOP = {
     "pytest_plugin",
     "tuning",
 }
-# The modules that a bare `import ragged_attention` loads, and what they may import of the package.
+# The modules that a bare `import ragged_attention` loads, with the modules of the package that each may import.
 CORE = {
     "errors": set(),
     "calls": {"errors"},
@@ -72,7 +72,7 @@ CORE = {
 }
 
 
-# A rule is checked on every file in every run of the tests.
+# The covering tier checks these rules on every file too.
 EACH_FILE = pytest.mark.each("path")
 
 
@@ -109,27 +109,28 @@ def imports_of(path: Path) -> set[str]:
 
 
 def module_of(path: Path) -> str:
-    """The dotted name that a file of the package is imported by."""
+    """The dotted name of the module in a file of the package."""
     inside = path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT).with_suffix("")
     return ".".join(["ragged_attention", *(part for part in inside.parts if part != "__init__")])
 
 
 def modules_in(names: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
-    """The modules that imported names are, or are taken from."""
+    """The modules among `modules` that the imported names are or belong to."""
     return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
 
 
 def needed(path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """The modules of the package that a file imports, inside functions and by name too.
+    """The modules of the package that a file imports, including imports in functions and by name.
 
-    A string that names another package stands for all of its modules, an f-string for all that its pattern fits.
+    A string that names another package counts as an import of all its modules. An f-string counts as an import of all
+    modules that match its pattern.
     """
     tree, own = ast.parse(path.read_text()), module_of(path)
     found = modules_in(imported(tree), modules)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in modules:
             inside = {name for name in modules if f"{name}.".startswith(f"{node.value}.")}
-            found |= inside if own not in inside else set()  # a module may name the package it lies in
+            found |= inside if own not in inside else set()  # a module may name its own package
         elif isinstance(node, ast.JoinedStr):
             parts = [re.escape(str(v.value)) if isinstance(v, ast.Constant) else r"\w+" for v in node.values]
             if parts[0].startswith("ragged_attention"):
@@ -138,7 +139,7 @@ def needed(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def of_us(names: set[str]) -> set[str]:
-    """The modules or folders directly under ragged_attention among dotted names."""
+    """The names of the top-level modules and folders of ragged_attention to which dotted names belong."""
     return {name.split(".")[1] for name in names if name.startswith("ragged_attention.")}
 
 
@@ -185,7 +186,7 @@ def test_no_module_needs_itself_in_the_end():
     assert modules["ragged_attention.kernels_triton.mla_decode"].is_file()
     graph = {name: needed(path, modules) for name, path in modules.items()}
     assert "ragged_attention.torch" in graph["ragged_attention.explain"]
-    graphlib.TopologicalSorter(graph).prepare()  # a CycleError shows the circle
+    graphlib.TopologicalSorter(graph).prepare()  # a CycleError names the cycle
 
 
 def test_no_module_of_the_benchmarks_needs_itself_in_the_end():
@@ -205,25 +206,28 @@ def test_a_front_end_knows_neither_rooms_nor_the_other(framework):
 
 
 def names_of(node: ast.FunctionDef) -> list[str]:
-    """The parameters of a function."""
+    """The names of a function's parameters."""
     return [each.arg for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]]
 
 
 def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
-    """The calls of functions by these names, as they stand in a piece of source."""
+    """The calls in a piece of source of functions with these names."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
 
 @functools.cache
 def public_functions() -> dict[str, ast.FunctionDef]:
-    """The public functions by operation; of one with overloads the last definition, which has the body."""
+    """The public functions by operation; of a function with overloads, the last definition, which has the body."""
     nodes = [node for path in sources(PACKAGE / "operations") for node in ast.walk(ast.parse(path.read_text()))]
     return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in CALLS}
 
 
 @pytest.mark.parametrize("operation", CALLS)
 def test_public_functions_hand_on_each_argument_by_its_own_name(operation):
-    """Once: `dict(q=q, ...)` is for the record, and what goes with every call stands beside it."""
+    """A public function passes each argument on once and under its own name.
+
+    `dict(q=q, ...)` holds the arguments of the record. The arguments common to all operations follow it in the call.
+    """
     function = public_functions()[operation]
     (record,) = calls_in(function, "dict")
     assert not record.args
@@ -231,20 +235,25 @@ def test_public_functions_hand_on_each_argument_by_its_own_name(operation):
     runs = calls_in(function, "self.run", "self.run_with_write", "self.run_prepared", "self.write")
     (beside,) = {tuple(map(ast.unparse, call.args[2:])) for call in runs}
     assert beside == ("backend", "options", *(["out"] if CALLS[operation].TAKES_OUT else []))
-    own = ["return_lse"] if operation == "varlen_attention" else []  # always computed, for the gradient
+    own = (
+        ["return_lse"] if operation == "varlen_attention" else []
+    )  # not passed on: lse is always computed, for the gradient
     handed = [each.arg or "**" for each in record.keywords] + [*beside]
     assert sorted(["self", *handed, *own]) == sorted(names_of(function))
 
 
 def test_arguments_are_found_neither_in_frames_nor_by_text():
-    """Older torches' Dynamo cannot trace `locals()`, and nobody can follow an argument through it."""
+    """No source calls `locals` or `eval`: Dynamo of older torch releases cannot trace them, and they hide arguments."""
     for path in installed_sources():
         lines = [call.lineno for call in calls_in(ast.parse(path.read_text()), "locals", "eval")]
         assert not lines, f"{name_of(path)} calls locals or eval in lines {lines}"
 
 
 def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
-    """`torch.compile` follows a call through these modules, and before torch 2.10 not through `tuple | list`."""
+    """`isinstance` gets tuples of types in the modules that `torch.compile` traces.
+
+    Before torch 2.10 it cannot trace `isinstance` with a union such as `tuple | list`.
+    """
     folders = ("calls", "operations", "torch")
     for path in [PACKAGE / "config.py", *(path for folder in folders for path in sources(PACKAGE / folder))]:
         calls = calls_in(ast.parse(path.read_text()), "isinstance")
@@ -261,7 +270,10 @@ def test_nothing_but_the_tests_imports_the_test_kit():
 @EACH_FILE
 @pytest.mark.parametrize("path", installed_sources(), ids=name_of)
 def test_modules_and_public_names_have_docstrings(path):
-    """Modules, and public classes and functions of more than a few lines; not kernels and a room's own names."""
+    """Modules, and public classes and functions of at least 12 lines, have docstrings.
+
+    Kernels and the names that every backend's module defines, such as `run`, need none.
+    """
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), f"{name_of(path)} has no docstring"
     for node in tree.body:
@@ -273,7 +285,7 @@ def test_modules_and_public_names_have_docstrings(path):
 
 
 def is_kernel(node: ast.AST) -> bool:
-    """Whether a function is compiled by Triton, or traced by Pallas, by the look of it."""
+    """Whether a function looks like one that Triton compiles or Pallas traces."""
     decorators = getattr(node, "decorator_list", [])
     return any("jit" in ast.unparse(decorator) and "triton" in ast.unparse(decorator) for decorator in decorators)
 
@@ -297,7 +309,10 @@ MOST_PARAMETERS, MOST_POSITIONAL = 46, 8
 @EACH_FILE
 @pytest.mark.parametrize("path", TRITON, ids=name_of)
 def test_kernels_have_few_parameters_and_calls_few_positional_arguments(path):
-    """A named tuple is exempt, since each of its fields has a name and an explanation where it is declared."""
+    """Functions have few parameters, and calls few positional arguments.
+
+    Calls of classes, such as named tuples, are exempt: each field is named and explained in its declaration.
+    """
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
             count = len(node.args.args)
@@ -324,7 +339,10 @@ def test_rooms_read_what_a_cache_format_is_and_never_its_name(path):
 
 
 def test_the_environment_is_read_in_few_places():
-    """One each for what the configuration has, and for vLLM, which has no other way; the rest are others'."""
+    """The package has one environment variable for each setting, and one for vLLM, which has no other channel.
+
+    All other variables that it reads belong to other projects.
+    """
     ours = set()
     for path in all_sources():
         if path.parent.name == "tests":

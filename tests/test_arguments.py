@@ -1,6 +1,6 @@
-"""What every public function does with arguments as they are given: of another kind, dtype, layout, or overlapping.
+"""Every public function accepts or refuses unusual arguments: other kinds, dtypes and layouts, and overlapping memory.
 
-The calls are those of `CALLS_WITH`, so that a new argument is tried here on the day it is added.
+The calls are those of `CALLS_WITH`, so that every new argument is tested here too.
 """
 
 import dataclasses
@@ -42,14 +42,15 @@ Refused = (ra.InvalidInput, TypeError)
 
 
 def given(operation: str, index: int, array: Callable[[Any], Any]) -> dict[str, Any]:
-    """A public call's arguments, with NumPy's arrays converted."""
-    # `make_decode_schedule` takes other arguments than its record, and the schedule is each front end's own to make.
+    """The arguments of a public call, with its NumPy arrays converted by `array`."""
+    # `make_decode_schedule` takes other arguments than its record. Other calls get no schedule, because each front end
+    # must make its own.
     arguments = SCHEDULE if operation == "make_decode_schedule" else arguments_of(operation, index)
     return {name: mapped(array, value) for name, value in arguments.items() if name != "schedule"}
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with each of its arrays changed."""
+    """A value with `change` applied to each of its arrays."""
     if isinstance(value, tuple):
         return tuple(mapped(change, item) for item in value)
     return change(value) if hasattr(value, "shape") else value
@@ -65,7 +66,7 @@ WRITES = [(name, index) for name, index in EACH if CALLS[name].WRITES]
 EACH_WRITE = pytest.mark.parametrize(("operation", "index"), WRITES)
 
 
-# ---- of another kind
+# ---- arguments of another kind
 
 
 def of_other_kinds(value: Any, foreign: Callable[[Any], Any]) -> dict[str, Any]:
@@ -122,7 +123,7 @@ def test_parts_that_are_stacked_have_one_dtype_and_shape(front: Any) -> None:
 
 
 def signaling(array: Any) -> Any:
-    """Signaling NaNs, which a conversion to another dtype makes quiet and reports to whoever listens."""
+    """Signaling NaNs of an array's shape; converting them to another dtype raises the invalid flag."""
     return np.full(array.shape, 0x7FA00000, np.uint32).view(np.float32) if array.dtype == np.float32 else array
 
 
@@ -136,7 +137,7 @@ def signaling(array: Any) -> Any:
     ],
 )
 def test_signaling_nans_make_no_warning(operation: str, index: int, front: Any, backend: str) -> None:
-    """Python's warnings are errors here."""
+    """Signaling NaNs cause no Python warning; pytest turns warnings into errors."""
     array = torch.tensor if front is rt else jnp.asarray
     call = getattr(front, operation)
     call(**given(operation, index, lambda value: array(signaling(value))), backend=backend)
@@ -145,7 +146,7 @@ def test_signaling_nans_make_no_warning(operation: str, index: int, front: Any, 
         call(**{key: mapped(array, value) for key, value in changed.items()}, backend=backend)
 
 
-# ---- dtypes that jax does not hold
+# ---- dtypes that jax does not hold without jax_enable_x64
 
 
 def with_dtype(kind: str, dtype: Any) -> Callable[[Any], Any]:
@@ -155,8 +156,9 @@ def with_dtype(kind: str, dtype: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("x64", [False, True])
 @EACH_CALL
 def test_wide_indices_are_seen_before_jax_narrows_them(operation: str, index: int, x64: bool) -> None:
-    """Slots may be of int64, whatever their values, and a rotation's positions where jax holds them; nothing else may,
-    here as in torch, called plainly or traced.
+    """Slots may be int64, whatever their values, and a rotation's positions may be if jax can hold them.
+
+    No other index may be int64. The rules are those of torch, and hold in plain and in traced calls.
     """
     arguments = given(operation, index, np.asarray)
     call = getattr(rj, operation)
@@ -197,7 +199,10 @@ def test_wide_floats_are_seen_before_jax_rounds_them(operation: str, index: int)
 
 @pytest.mark.parametrize("backend", ["xla", "numba", "reference"])
 def test_wide_arrays_that_jax_held_before_are_no_other(backend: str) -> None:
-    """An array of int64 outlives `jax_enable_x64`, and what is computed with it then would wrap."""
+    """An int64 array made under `jax_enable_x64` is still handled correctly after the option is switched off.
+
+    Otherwise computations with it would wrap around.
+    """
     k, pages = np.ones((4, 1, 16), np.float32), np.zeros((2, 4, 2, 16), np.float32)
     with jax.enable_x64(True):
         slots, q = jnp.asarray([2**32, 5, 2**32 + 1, -(2**63)]), jnp.ones((4, 1, 16), jnp.float64)
@@ -320,7 +325,7 @@ def as_list(found: Any) -> list[Any]:
 
 
 def far_apart(tensor: Any) -> Any:
-    """The same values in memory of the opposite order of axes."""
+    """A tensor of equal values whose axes lie in memory in the opposite order."""
     axes = tuple(range(tensor.dim()))[::-1]
     return tensor.permute(axes).contiguous().permute(axes)
 
@@ -328,7 +333,7 @@ def far_apart(tensor: Any) -> Any:
 @pytest.mark.parametrize("backend", ["reference", "eager", "numba"])
 @EACH_CALL
 def test_results_lie_as_the_fake_kernels_say(operation: str, index: int, backend: str) -> None:
-    """Which compiled code relies on: packed, whatever the strides of the arguments."""
+    """Results are packed whatever the strides of the arguments, as the fake kernels promise to compiled code."""
     if not dispatch.backends_offering(operation, backend):
         return
     plain = given(operation, index, torch.tensor)
@@ -397,12 +402,12 @@ def test_a_gradient_is_refused_to_torchs_transforms() -> None:
         torch.func.grad(loss)(torch.ones(2, 64))
 
 
-MOVED = torch.tensor([1, 2, 3, 4, 5, 6, 7, -1])  # each row to the next slot
+MOVED = torch.tensor([1, 2, 3, 4, 5, 6, 7, -1])  # moves each row to the next slot
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "numba", "triton"])
 def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
-    """Sources that lie in the memory that is written are read as they were before."""
+    """A write whose sources overlap its target reads the sources' values from before the write."""
     pages = torch.arange(8.0).view(2, 4, 1, 1).expand(2, 4, 2, 16).clone()
     want = pages.clone().view(8, 2, 16).roll(1, 0)
     want[0] = 0
@@ -411,7 +416,7 @@ def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
     assert torch.equal(rows, want)
     pair = torch.ones(2, 4, 1, 16), torch.full((2, 4, 1, 16), 2.0)
     rt.write_kv_pages(pair[1].view(8, 1, 16), pair[0].view(8, 1, 16), pair, torch.arange(8), backend=backend)
-    assert [page.unique().tolist() for page in pair] == [[2], [1]]  # keys and values exchanged
+    assert [page.unique().tolist() for page in pair] == [[2], [1]]  # keys and values are exchanged
     cache = torch.arange(8.0).view(2, 4, 1, 1).expand(2, 4, 1, 16).clone()
     rt.write_mla_cache(cache.view(8, 16), cache, MOVED, backend=backend)
     assert cache[..., 0].flatten().tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
@@ -422,7 +427,7 @@ def test_rows_may_be_moved_within_a_cache(backend: str) -> None:
     )  # fmt: skip
     assert torch.equal(swapped, cache.flip(0))
     held = torch.zeros(1, 8, 1, 20, dtype=torch.uint8)
-    keys = held.view(-1)[:128].view(torch.float32).view(2, 16)  # whose bytes are the first values of the page
+    keys = held.view(-1)[:128].view(torch.float32).view(2, 16)  # a view of the page's first bytes
     keys.copy_(torch.randn(2, 16))
     apart, want = keys.clone(), held.clone()
     rt.write_indexer_cache(apart, want, torch.tensor([1, 0]), backend=backend)
@@ -441,7 +446,7 @@ def test_queries_are_read_as_they_were_before_new_kv_is_written(operation: str) 
     found = []
     for apart in (False, True):
         pages = held.clone()
-        q = pages[0, 1:, :1]  # the last positions, which are written
+        q = pages[0, 1:, :1]  # the last positions, which the call writes
         q = q.clone() if apart else q
         found.append(getattr(rt, operation)(q, pages, *tables, new_kv=new, backend="eager", **options))
     assert not torch.equal(found[0][1], held)
@@ -449,7 +454,7 @@ def test_queries_are_read_as_they_were_before_new_kv_is_written(operation: str) 
 
 
 WIDTH = 16
-ROWS = torch.zeros(6, 4, 2, 2 * (WIDTH + 4), dtype=torch.int8)  # of each head [K | scale | V | scale]
+ROWS = torch.zeros(6, 4, 2, 2 * (WIDTH + 4), dtype=torch.int8)  # each head's row is [K | scale | V | scale]
 KEYS, VALUES = ROWS[..., :WIDTH], ROWS[..., WIDTH + 4 : 2 * WIDTH + 4]
 as_scales = operator.methodcaller("view", torch.float32)
 KEY_SCALES, VALUE_SCALES = (as_scales(ROWS[..., at : at + 4]) for at in (WIDTH, 2 * WIDTH + 4))
@@ -472,7 +477,7 @@ def test_written_tensors_that_share_bytes_are_refused(first: str, second: str, c
     rows = torch.ones(3, 2, WIDTH)
     scales = {"k_scale_pages": KEY_SCALES.clone(), "v_scale_pages": VALUE_SCALES.clone()}
     pages = caches["kv_pages"] if "kv_pages" in caches else (KEYS.clone(), VALUES.clone())
-    if not isinstance(pages, torch.Tensor):  # pages of as many positions
+    if not isinstance(pages, torch.Tensor):  # the scales need as many pages as the cache
         scales = {name: value[: len(pages[0])] for name, value in scales.items()}
     caches = {**scales, **caches, "kv_pages": pages}
     said = rf"expected {re.escape(first)} and {re.escape(second)} without overlapping memory, got tensors that share"
@@ -554,7 +559,7 @@ def test_a_donated_cache_may_be_its_own_source(backend: str) -> None:
     assert moved[..., 0].ravel().tolist() == [0, 0, 1, 2, 3, 4, 5, 6]
 
 
-# ---- what is divided by
+# ---- small divisors
 
 
 @pytest.mark.parametrize("small", [0.0, -0.0, 1e-50, 1e-40, -1e-40])
@@ -572,7 +577,7 @@ def test_numbers_that_float32_cannot_divide_by_are_refused(front: Any, small: fl
         ):
             getattr(front, operation)(**arguments)
     reads = given("ragged_paged_attention", 0, array) | {"k_scale": small, "new_kv": None}
-    front.ragged_paged_attention(**reads, backend="reference")  # what is multiplied by it may be small
+    front.ragged_paged_attention(**reads, backend="reference")  # a small scale is allowed if the call multiplies by it
 
 
 SMALL_SCALES = [0.0, -0.0, 1e-40, -1e-40, 1e-45, float("nan"), float("inf"), 1.1754944e-38]
@@ -580,7 +585,7 @@ DIVIDED = [0.0, -0.0, 1.0, -2.0, float("inf"), -float("inf"), 1e-3, -1e-30] * 2
 
 
 def of_small_scales(dtype: str) -> list[list[float]]:
-    """What stands for each of DIVIDED over each of SMALL_SCALES in a format."""
+    """The stored values of each of DIVIDED divided by each of SMALL_SCALES in a format."""
     eight_bit = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 240.0, "int8": 127.0}
     largest = eight_bit.get(dtype, np.inf)
     scales = np.array(SMALL_SCALES, np.float32)
@@ -613,7 +618,7 @@ def test_small_numbers_among_scales_count_as_zero(dtype: str, backend: str) -> N
     want = np.array(of_small_scales(dtype), np.float32)
     for part in (found[0, 0, 0::2], found[0, 0, 1::2]):
         assert np.array_equal(part, want, equal_nan=True)
-        is_zero = (want == 0) & (dtype not in ("int8", "float8_e4m3fnuz"))  # which have no -0
+        is_zero = (want == 0) & (dtype not in ("int8", "float8_e4m3fnuz"))  # these formats have no -0
         assert np.array_equal(np.signbit(part[is_zero]), np.signbit(want[is_zero]))
     assert np.array_equal(row[0, 0, 0], want[2], equal_nan=True)
 
@@ -621,7 +626,7 @@ def test_small_numbers_among_scales_count_as_zero(dtype: str, backend: str) -> N
 @pytest.mark.parametrize("backend", ["reference", "eager", "numba", "triton", "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rotary_columns_that_are_nan_keep_their_bits(backend: str, dtype: str) -> None:
-    """Sign and the upper bits of the payload."""
+    """A NaN in a rotary column keeps its sign and the upper bits of its payload."""
     bits = np.array([0x7FC00000, 0xFFC00000, 0x7FE00000, 0xFFE10000, 0x7F800000], np.uint32)
     rows = np.ones((1, 1, 1, 576), np.float32)
     rows[..., 512:517] = bits.view(np.float32)

@@ -1,4 +1,4 @@
-"""The target of an indexer: against attention's own probabilities, and as part of a training step."""
+"""The target of an indexer agrees with attention's probabilities and works in a training step."""
 
 import warnings
 from typing import Any
@@ -38,7 +38,7 @@ def test_it_takes_what_sparse_prefill_takes_and_returns(backend: str | None) -> 
 
 
 def test_sinks_belong_to_lse() -> None:
-    """The probabilities of attention with sinks, which take a different share of each head."""
+    """With sinks in the lse, the target is made of the probabilities of attention with sinks, which differ by head."""
     q, kv = latents()
     sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0])
     _, _, lse = rt.sparse_mla_prefill(q, kv, INDICES[:, None], d_v=16, sinks=sinks)
@@ -78,7 +78,7 @@ def test_it_is_a_constant() -> None:
 
 @pytest.mark.parametrize("compiler", [None, "aot_eager", "inductor"])
 def test_an_indexer_learns_its_target(compiler: str | None) -> None:
-    """The loss of DeepSeek sparse attention, the divergence from the target at the selected keys, falls."""
+    """Training reduces DeepSeek's sparse attention loss, the divergence from the target over the selected keys."""
     generator = torch.Generator().manual_seed(1)
     q, kv = latents()
     _, _, lse = rt.sparse_mla_prefill(q, kv, INDICES[:, None], d_v=16)
@@ -96,7 +96,7 @@ def test_an_indexer_learns_its_target(compiler: str | None) -> None:
     optimizer = torch.optim.Adam([*given.values()], lr=0.05)
     losses = []
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         for _ in range(40):
             optimizer.zero_grad()
             value = run(*given.values())

@@ -1,4 +1,7 @@
-"""`batch_invariant`: who refuses it, where it is asked for, and what its laws notice. The laws are the suite's."""
+"""Tests of `batch_invariant`: the backends that refuse it, the ways to request it, and the faults that its laws catch.
+
+The laws themselves are in the suite.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -58,7 +61,7 @@ def test_files_and_variables_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv(config.CONFIG_VARIABLE, str(tmp_path / "ours.toml"))
     monkeypatch.setenv(config.BATCH_INVARIANT_VARIABLE, "0")
     ra.reload_config()
-    assert ra.get_config().batch_invariant  # a file is asked before the environment
+    assert ra.get_config().batch_invariant  # the file has priority over the environment
     monkeypatch.delenv(config.CONFIG_VARIABLE)
     ra.reload_config()
     assert not ra.get_config().batch_invariant
@@ -104,7 +107,7 @@ def test_a_block_of_fewer_rows_than_a_short_sequence_has_segments(backend: str) 
     runner = Runner(framework="torch", backend=backend)
     if reason := runner.absent():
         pytest.skip(reason)
-    tokens = 2 if backend == "numba" else 16  # `triton` counts rows
+    tokens = 2 if backend == "numba" else 16  # `triton` counts rows, which are tokens times heads
     check_attention(runner, CORNERS["speculative"](), {"segment_kv": 128, "block_q": tokens})
 
 

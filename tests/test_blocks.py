@@ -1,4 +1,4 @@
-"""Block selection against definitions that are not ours: dense torch, and the indexer of transformers' MiniMax M3."""
+"""Block selection agrees with independent definitions: dense torch, and the indexer of transformers' MiniMax M3."""
 
 import itertools
 from typing import Any
@@ -30,7 +30,7 @@ def dense_scores(q: Any, k: Any, block_size: int) -> Any:
 
 
 def chosen_by_sort(scores: Any, top_k: int, init_blocks: int, local_blocks: int) -> list[int]:
-    """The selection from one row of scores, in plain Python."""
+    """The blocks selected from one row of scores, computed in plain Python."""
     seen = [block for block, score in enumerate(scores) if score > -np.inf]
     forced = [block for block in seen if block < init_blocks or block > seen[-1] - local_blocks]
     others = sorted((block for block in seen if block not in forced), key=lambda block: (-scores[block], -block))
@@ -38,7 +38,10 @@ def chosen_by_sort(scores: Any, top_k: int, init_blocks: int, local_blocks: int)
 
 
 def batch(page_size: int, seed: int = 0) -> tuple[Any, Any, dict[str, Any], list[tuple[Any, Any, slice]]]:
-    """Queries, pages, tables, and the queries and keys of each sequence: a prompt, a chunk, and two single tokens."""
+    """Queries, pages and tables of a batch, and each sequence's queries, keys and rows.
+
+    The sequences are a prompt, a chunk and two single tokens.
+    """
     torch.manual_seed(seed)
     lens, heads, key_heads, dim = ((9, 9), (4, 37), (1, 50), (1, 1)), 6, 2, 32
     used = [-(-kv_len // page_size) for _, kv_len in lens]
@@ -78,7 +81,7 @@ def test_scores_and_choice_are_those_of_a_dense_matrix(backend, block_size, page
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_packed_keys_are_scored_from_the_start_of_their_sequence(backend):
-    """Blocks begin where a sequence does, not at multiples of the block size among all packed keys."""
+    """Blocks are counted from the start of a sequence, not from the first packed key."""
     _, _, _, parts = batch(4)
     q, keys = (torch.cat([part[index] for part in parts]) for index in (0, 1))
     edges = [0, *itertools.accumulate(len(part[1]) for part in parts)]
@@ -96,7 +99,7 @@ def test_packed_keys_are_scored_from_the_start_of_their_sequence(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_which_blocks_are_chosen(backend):
-    """The rules, one by one."""
+    """`top_k_blocks` follows each of its rules."""
     inf, nan = torch.inf, torch.nan
 
     def chosen(scores: list[float], top_k: int, **forced: Any) -> list[int]:
@@ -108,13 +111,16 @@ def test_which_blocks_are_chosen(backend):
     assert chosen([2, 1, 2, 2], 2) == [2, 3]  # ties go to the newer block
     assert chosen([0.0, -0.0, -1], 1) == [1]  # zeros of both signs are equal
     assert chosen([1, 2], 4) == [0, 1, -1, -1]
-    assert chosen([1, -inf, 2, -inf], 4, local_blocks=2) == [0, 2, -1, -1]  # what is not seen is never chosen
-    assert chosen([9, 8, 7, 1, 0, -inf], 2, local_blocks=2) == [3, 4]  # forced blocks count towards the two
+    assert chosen([1, -inf, 2, -inf], 4, local_blocks=2) == [0, 2, -1, -1]  # a block that is not seen is never selected
+    assert chosen([9, 8, 7, 1, 0, -inf], 2, local_blocks=2) == [3, 4]  # forced blocks count towards top_k = 2
     assert chosen([-9, 8, 7, 1, 0, -inf], 3, init_blocks=1, local_blocks=1) == [0, 1, 4]
     assert chosen([1, 2, -inf], 3, init_blocks=3) == [0, 1, -1]
     assert chosen([inf, inf, 5], 2, local_blocks=1) == [1, 2]  # not even infinity displaces a forced block
-    assert chosen([nan, 1, nan, 0], 2) == [1, 3]  # NaN is not chosen
-    assert chosen([3, 1, nan, -inf], 2, local_blocks=1) == [0, 2]  # unless it is forced; its block is seen
+    assert chosen([nan, 1, nan, 0], 2) == [1, 3]  # a block whose score is NaN is not selected
+    assert chosen([3, 1, nan, -inf], 2, local_blocks=1) == [
+        0,
+        2,
+    ]  # except if it is forced, because NaN blocks count as seen
     assert chosen([nan, nan], 2) == [-1, -1]
     assert chosen([-inf, -inf], 2, init_blocks=1, local_blocks=1) == [-1, -1]
 

@@ -1,4 +1,4 @@
-"""The suite catches a wrong block selection: definitions with one planted fault each."""
+"""The suite catches wrong block selections: variants of the reference with one planted fault each."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from ragged_attention.testing.runner import Runner
 from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # mutants may produce NaN
 
 
 # ---- scores
@@ -91,7 +91,7 @@ def one_local_block_too_few(scores: Any, top_k: int, *, init_blocks: int = 0, lo
 
 
 def the_last_column_is_local(scores: Any, top_k: int, *, init_blocks: int = 0, local_blocks: int = 0) -> Any:
-    """The query's own block is taken for the last of the row."""
+    """A mutant that takes the last blocks of the row for the local ones, instead of those at the query."""
     scores = np.array(scores, np.float64)
     last = scores[:, :, scores.shape[2] - local_blocks :]
     last[~np.isneginf(last)] = np.inf
@@ -99,7 +99,7 @@ def the_last_column_is_local(scores: Any, top_k: int, *, init_blocks: int = 0, l
 
 
 def forced_blocks_are_infinite(scores: Any, top_k: int, *, init_blocks: int = 0, local_blocks: int = 0) -> Any:
-    """So that a later block whose score is infinite displaces them."""
+    """A mutant in which forced blocks have infinite scores, so that a later block of infinite score displaces them."""
     scores = np.array(scores, np.float64)
     seen = ~np.isneginf(scores)
     block = np.arange(scores.shape[2])
@@ -134,7 +134,7 @@ SELECTIONS = (
 
 
 def selecting_by(top_k_blocks: Function) -> Function:
-    """`select_blocks` with another selection."""
+    """`select_blocks` with another selection function."""
 
     def select_blocks(q: Any, keys: Any, top_k: int, *, init_blocks: int = 0, local_blocks: int = 0, **others: Any):
         scores = honest_scores(q, keys, **others)
@@ -144,14 +144,14 @@ def selecting_by(top_k_blocks: Function) -> Function:
 
 
 def caught(runner: Runner, words: tuple[str, ...]) -> None:
-    """The named calls of an operation, by words in their names, must show the fault."""
+    """Assert that a corner whose name begins with one of `words` shows the fault."""
     chosen = [check for check in corners() if check.name.startswith(words)]
     assert chosen
     assert any(failures(runner, chosen, 1)), "no corner caught it"
 
 
 def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
-    """The positive control: planted without a fault, nothing fails."""
+    """A planted backend without a fault passes all checks."""
     assert list(failures(plant(), (*corners(), *agreement(), *laws()), 4)) == []
 
 
@@ -167,5 +167,5 @@ def test_a_wrong_selection_is_caught(plant: Callable[..., Runner], mutant: Funct
 
 @pytest.mark.parametrize("mutant", [mutant for mutant in SELECTIONS if mutant is not forced_blocks_are_infinite])
 def test_a_wrong_selection_from_keys_is_caught(plant: Callable[..., Runner], mutant: Function) -> None:
-    """Scores of infinity are rare among those of keys."""
+    """Wrong selections from keys are caught; infinite scores are left out because keys rarely produce them."""
     caught(plant(select_blocks=selecting_by(mutant)), ("block selection",))

@@ -1,4 +1,4 @@
-"""docs/cache_formats.md: its tables are those of the saved results, which the benchmark computes."""
+"""The tables of docs/cache_formats.md agree with the saved results, which the benchmark reproduces."""
 
 import json
 

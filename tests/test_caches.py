@@ -1,4 +1,4 @@
-"""What is kept on disk: where, from whom it is taken, and that nothing there can fail a call."""
+"""The caches on disk: their location, whose files are trusted, and that no state of them makes a call fail."""
 
 import errno
 import os
@@ -19,7 +19,7 @@ posix = pytest.mark.skipif(sys.platform == "win32", reason="files have other own
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home of a user who has no caches yet."""
+    """The home folder of a user without caches."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     (tmp_path / "home").mkdir(mode=0o755)
@@ -27,14 +27,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a path belong to another user; without root's rights, let this one be another."""
+    """Give a path to another user, or without root's rights pretend to be another user than its owner."""
     if os.geteuid() == 0:
         os.chown(path, 65534, 65534)
     else:
         monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
 
 
-# ---- where
+# ---- the location
 
 
 def test_the_folder_is_the_user_s(home: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -52,13 +52,13 @@ def test_a_relative_folder_is_no_folder(home: Path, monkeypatch: pytest.MonkeyPa
         caches.cache_folder()
 
 
-# ---- from whom
+# ---- trusted owners and modes
 
 
 @posix
 def test_what_only_this_user_can_have_written_is_trusted(home: Path) -> None:
     file = caches.cache_folder() / "file"
-    assert caches.why_untrusted(file) is None  # nothing is there yet
+    assert caches.why_untrusted(file) is None  # the file does not exist yet
     caches.write(file, b"")
     assert caches.why_untrusted(file) is None
 
@@ -70,7 +70,7 @@ def test_a_folder_that_others_can_write_is_not(home: Path, mode: int) -> None:
     caches.write(file, b"")
     file.parent.chmod(mode)
     assert caches.why_untrusted(file.parent) == f"others can write {file.parent}"
-    if not mode & 0o1000:  # what is this user's own stays so in a folder like /tmp
+    if not mode & 0o1000:  # in a sticky folder such as /tmp, others cannot replace this user's files
         assert caches.why_untrusted(file) == f"others can write {file.parent}"
         assert caches.read(file) is None
     file.parent.chmod(0o755)
@@ -144,7 +144,7 @@ def test_no_umask_lets_others_write(home: Path) -> None:
     assert caches.read(caches.cache_folder() / "numba" / "file") == b"content"
 
 
-# ---- whole or not at all
+# ---- atomic writes
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda kept: b"",
@@ -209,13 +209,13 @@ def double(number: int) -> int:
 
 
 class Kept:
-    """`double`, compiled or taken from the disk as by a process of its own."""
+    """The kernel `double`, compiled or loaded from the disk as a new process would."""
 
     def __init__(self, compiling: Any) -> None:
         self.compiling = compiling
 
     def __call__(self) -> bool:
-        """Whether it was on the disk."""
+        """Whether the kernel was loaded from the disk."""
         self.compiling._made.clear()
         (function,) = self.compiling.machine_code("double", {double: "int64(int64)"})
         assert function.ctypes(21) == 42
@@ -287,7 +287,7 @@ def test_what_cannot_be_kept_is_compiled_in_every_process(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert not kept()
     assert not kept()
-    compiling, reason = capsys.readouterr().err.splitlines()  # each once
+    compiling, reason = capsys.readouterr().err.splitlines()  # each warning is printed once
     assert compiling.startswith(f"{COMPILING}not kept, since ")
     assert reason.startswith("ragged_attention: what is compiled is not kept: ")
     assert f"{tmp_path}/file" in reason
@@ -341,7 +341,7 @@ def test_code_of_other_settings_is_another(kept: Kept, monkeypatch: pytest.Monke
 
 
 def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path) -> None:
-    """Neither with each other nor with what the process that loads them compiles by itself."""
+    """Two cached kernels share no function with each other or with code that the loading process compiles."""
     pytest.importorskip("numba")
 
     def hits(*kernels: str) -> list[str]:
@@ -367,7 +367,7 @@ def test_where_numba_compiles_nothing_another_backend_is_the_choice(tmp_path: Pa
 
 
 def test_code_that_is_not_optimised_is_not_kept(tmp_path: Path) -> None:
-    """It holds addresses of its process."""
+    """Unoptimised code is not cached, because it holds addresses of its process."""
     done = switched(NUMBA_OPT="0", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.startswith("96.0 96.0\n"), done.stderr
     assert "what is compiled is not kept: its code holds addresses of this process" in done.stderr

@@ -1,4 +1,4 @@
-"""Code written for DeepGEMM's logits gets what its formulas say, on its own data and tolerance."""
+"""Code written for DeepGEMM's logits gets the results of DeepGEMM's formulas, within its tolerance and on its data."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def calc_diff(got: Any, want: Any) -> float:
-    """DeepGEMM's measure: one minus the cosine of two arrays, as their lengths should be equal too."""
+    """DeepGEMM's measure of difference: one minus a cosine that also compares the arrays' lengths."""
     got, want = got.double(), want.double()
     return float(1 - 2 * (got * want).sum() / (got * got + want * want).sum())
 
@@ -96,7 +96,7 @@ def test_pages(page_size: int, next_n: int, by_query: bool) -> None:
     want = torch.einsum("bnhk,bnh->bnk", score, weights.view(batch_size, next_n, heads)).flatten(0, 1)
     want = torch.nn.functional.pad(want, (0, columns - want.shape[1]))
     want = want.masked_fill(torch.arange(columns) >= seen.reshape(-1, 1), -torch.inf)
-    same(got, want, 1e-3)  # the keys of `want` are not quantised; the bound is DeepGEMM's for that
+    same(got, want, 1e-3)  # DeepGEMM's bound, because the keys of `want` are not quantised
     few = deep_gemm.fp8_fp4_paged_mqa_logits(
         (q, None), cache, weights.bfloat16(), context_lens, table, None, 50, logits_dtype=torch.bfloat16
     )

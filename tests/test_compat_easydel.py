@@ -1,4 +1,7 @@
-"""`compat.easydel`: EasyDeL's signatures, and right where its kernels race, cannot be traced or need favours."""
+"""`compat.easydel` has EasyDeL's signatures, and is right in cases in which EasyDeL's kernels fail.
+
+Those kernels race, cannot be traced or need inputs of a special form.
+"""
 
 import inspect
 from typing import Any
@@ -31,7 +34,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_signatures_are_easydels():
-    """JAX's decode with a scale, which is 1 where none is given; and the prefill of early 2025."""
+    """Decode has JAX's signature and a scale, which is 1 by default; prefill has the signature of early 2025."""
     decode = dict(inspect.signature(easydel.paged_attention).parameters)
     scale = decode.pop("sm_scale")
     assert (scale.kind, scale.default) == (inspect.Parameter.KEYWORD_ONLY, 1)
@@ -65,7 +68,7 @@ def decode_defined(arrays: tuple[Any, ...], **options: Any) -> Any:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("scale", "mathematical"), [({}, 1.0), ({"sm_scale": None}, None), ({"sm_scale": 0.3}, 0.3)])
 def test_decode_and_its_scale(scale, mathematical, dtype, backend):
-    """NaN behind the lengths and entries that are no pages among it; a length of 0 gives 0."""
+    """Decode ignores NaN after the lengths and invalid page indices, and a length of 0 gives 0."""
     arrays = decode_batch(dtype=dtype)
     out = easydel.paged_attention(*arrays, **scale, pages_per_compute_block=2, backend=backend)
     assert out.dtype == arrays[0].dtype
@@ -106,7 +109,7 @@ def test_decode_refuses(changes, error, message):
 
 
 def prefill_batch(chunk: int, length: int, **shape: Any) -> tuple[Any, ...]:
-    """q, k_pages, v_pages, length and the row of pages."""
+    """The arguments q, k_pages, v_pages, length and page_indices of a prefill."""
     batch = ragged([(0, length)], padding=chunk, more_seqs=0, pages_per_seq=12, **shape)
     return batch.q, *heads_first(batch.kv_pages), batch.kv_lens, batch.page_indices[0]
 
@@ -119,7 +122,7 @@ def prefill_defined(arrays: tuple[Any, ...], **options: Any) -> Any:
 
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 16, 19, 24, 0])
 def test_every_length_of_a_chunk(length, backend):
-    """Whole chunks and partial last ones, several KV heads, NaN behind the length; rows at or past it are 0."""
+    """A chunk may be whole or partial; NaN after the length is ignored, and the rows from the length on are 0."""
     arrays = prefill_batch(8, length)
     out = easydel.prefill_attention(*arrays, backend=backend)
     assert out.shape == (8, 4 * 32)
@@ -132,7 +135,7 @@ def test_every_length_of_a_chunk(length, backend):
 @pytest.mark.parametrize(("heads", "page_size"), [((4, 4), 4), ((6, 3), 8), ((5, 1), 3), ((8, 8), 16)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_any_heads_and_page_sizes(heads, page_size, dtype):
-    """A page need not divide the chunk."""
+    """Any numbers of heads work, and page sizes that do not divide the chunk."""
     arrays = prefill_batch(8, 21, heads=heads, page_size=page_size, dtype=dtype)
     out = easydel.prefill_attention(*arrays, backend="xla")
     assert out.dtype == arrays[0].dtype
@@ -140,7 +143,7 @@ def test_any_heads_and_page_sizes(heads, page_size, dtype):
 
 
 def test_the_chunks_of_a_sequence_are_its_attention():
-    """Chunk after chunk, whichever form the length has, gives what attention over all of it does."""
+    """Prefilling chunk by chunk, with lengths of several types, equals attention over the whole sequence."""
     batch = ragged([(19, 19)], padding=0, more_seqs=0)
     k_pages, v_pages = heads_first(batch.kv_pages)
     q = jnp.pad(batch.q, ((0, 5), (0, 0), (0, 0)))

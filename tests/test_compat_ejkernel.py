@@ -1,4 +1,4 @@
-"""`compat.ejkernel`: ejKernel's signature, and right where its own portable version is not."""
+"""`compat.ejkernel` has ejKernel's signature, and is right in cases in which ejKernel's portable version is wrong."""
 
 import inspect
 from typing import Any
@@ -29,7 +29,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 def test_the_signature_is_ejkernels():
-    """As in its release of 2026, on all its platforms; one keyword more says which backend."""
+    """The signature is that of ejKernel's 2026 release on all its platforms, with one more keyword, `backend`."""
     parameters = dict(inspect.signature(ragged_page_attention_v2).parameters)
     assert parameters.pop("backend").default is None
     positional = "queries kv_pages context_lens block_tables query_start_loc num_seqs"
@@ -82,12 +82,12 @@ def test_agreement_with_the_definition(settings, mathematical, backend):
         assert agrees(out, batch.defined(**mathematical), dtype)
 
 
-# What goes wrong in ejKernel's portable version
+# Cases in which ejKernel's portable version is wrong
 
 
 @pytest.mark.parametrize("lens", [((5, 9), (3, 3)), ((1, 4),) * 8, ((8, 8),), ((3, 3), (5, 5))], ids=str)
 def test_exactly_packed_tokens(lens, backend):
-    """Its version of 2025 writes over other sequences' rows."""
+    """Exactly packed tokens work; ejKernel's version of 2025 overwrites other sequences' rows."""
     batch = ragged(lens, padding=0, more_seqs=0)
     assert agrees(ragged_page_attention_v2(*batch.arrays, backend=backend), batch.defined(), "float32")
 
@@ -100,27 +100,27 @@ def test_rows_after_the_last_token_are_zero(backend):
 
 @pytest.mark.parametrize("pages_per_seq", [65, 100])
 def test_tables_wider_than_64_pages(pages_per_seq, backend):
-    """It reads the wrong pages where the width is no multiple of 64."""
+    """Wide tables work; ejKernel reads wrong pages if the width is not a multiple of 64."""
     batch = ragged([(2, 4 * pages_per_seq), (1, 4 * pages_per_seq - 3)], pages_per_seq=pages_per_seq)
     assert agrees(ragged_page_attention_v2(*batch.arrays, backend=backend), batch.defined(), "float32")
 
 
 def test_a_window_that_hides_a_whole_block_of_keys(backend):
-    """It gives NaN where the first 64 pages are all hidden."""
+    """A narrow window works; ejKernel gives NaN if the first 64 pages are all hidden."""
     batch = ragged([(2, 512), (1, 300)])
     out = ragged_page_attention_v2(*batch.arrays, sliding_window=8, backend=backend)
     assert agrees(out, batch.defined(sliding_window=8), "float32")
 
 
 def test_more_queries_than_keys_are_finite(backend):
-    """Its own tests have 128 queries over 48 keys."""
+    """More queries than keys give finite results; ejKernel's own tests have 128 queries over 48 keys."""
     batch = ragged([(12, 5), (2, 6)])
     out = ragged_page_attention_v2(*batch.arrays, backend=backend)
     assert agrees(out, batch.defined(), "float32")
     assert float(jnp.abs(out[:7]).max()) == 0
 
 
-# What may be given
+# Accepted arguments
 
 
 @pytest.mark.parametrize("count", [5, np.int64(5), jnp.array(5), jnp.array([5], "uint8"), np.array([5])], ids=repr)
@@ -133,7 +133,7 @@ def test_tables_of_other_integer_dtypes():
     batch = ragged(MIXED)
     with jax.enable_x64(True):
         tables = [jnp.asarray(np.asarray(table, np.int64)) for table in batch.arrays[2:5]]
-        tables[1] = jnp.where(tables[1] < 0, 2**40, tables[1])  # not a page either
+        tables[1] = jnp.where(tables[1] < 0, 2**40, tables[1])  # 2**40 is not a valid page either
         out = ragged_page_attention_v2(*batch.arrays[:2], *tables, 5, backend="xla")
     assert tables[0].dtype == jnp.int64
     assert agrees(out, batch.defined(), "float32")

@@ -1,4 +1,4 @@
-"""`compat.flash_mla` and `compat.quant`: FlashMLA's own test cases, both call forms, its conventions and tables."""
+"""Tests of `compat.flash_mla` and `compat.quant`: FlashMLA's test cases, its call forms, conventions and tables."""
 
 import contextlib
 import dataclasses
@@ -64,7 +64,7 @@ MHA = MhaCase(s_q=12, s_k=15, h_q=4, h_kv=2, d_qk=24, d_v=16, varlen=True, causa
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Tests run beside each other, and threads that wait for a processor cost more than they bring."""
+    """Run torch with one thread: tests run in parallel, and more threads than processors slow them down."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -84,7 +84,7 @@ def replace(case: Any, **changes: Any) -> Any:
 
 
 def decode(case: DecodeCase, form: str = "e2", **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A case with some arguments changed, judged; returns out and lse."""
+    """Out and lse of a case with some arguments changed, after a comparison with the oracle."""
     arguments = decode_inputs(case, "cpu") | changes
     out, lse = flash_mla.flash_mla_with_kvcache(**arguments, **metadata(case, arguments, form))
     want_out, want_lse = decode_oracle(**arguments)
@@ -93,7 +93,7 @@ def decode(case: DecodeCase, form: str = "e2", **changes: Any) -> tuple[torch.Te
     return out, lse
 
 
-# FlashMLA's lists
+# FlashMLA's lists of test cases
 
 
 def test_the_lists_are_as_long_as_flash_mlas():
@@ -140,7 +140,7 @@ def covering_part(name: str, heads: int, max_tokens: int) -> list[Case]:
 
 
 def tiny(case: Any) -> Case:
-    """What the interpreter can do in a moment."""
+    """A case that is small enough for the interpreter."""
     if isinstance(case, MhaCase):
         return replace(case, s_q=20, s_k=20)
     if isinstance(case, DecodeCase):
@@ -180,7 +180,7 @@ def test_a_covering_part_of_2026_on_eager(name):
 def test_a_covering_part_on_the_interpreter(name, part, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(flash_mla_data, "REPEATS", 0)
-    step = 4 if examples_of() == PROFILES["dev"] else 2  # half of them by default
+    step = 4 if examples_of() == PROFILES["dev"] else 2  # the dev profile runs half of the cases
     with ra.use_backend("triton"):
         judge([tiny(case) for case in covering_part(name, 2, 150)][part::step])
 
@@ -189,7 +189,7 @@ def test_a_covering_part_on_the_interpreter(name, part, monkeypatch):
 @pytest.mark.parametrize("heads", [64, 16])
 @pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill", "e4-sparse", "e4-prefill"])
 def test_a_covering_part_on_the_hopper_kernels(name, heads):
-    """None is declined; 16 heads are those of the kernel for few of them, where the format has one."""
+    """The Hopper kernels take every case; 16 heads use the kernel for few heads if the format has one."""
     every = 4 if examples_of() == PROFILES["dev"] else 1
     with kernels_cuda.emulating(), ra.use_backend(flash_mla_matrix.requested("cuda")):
         judge(covering_part(name, heads, 256)[::every])
@@ -204,7 +204,7 @@ def test_a_covering_part_has_all_pairs_of_values():
         assert met == {tuple(getattr(case, name) for name in names) for case in cases}
 
 
-# The judge itself
+# The checks themselves
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_the_comparator_sees(wrong, message):
 
 
 def test_the_data_rules():
-    """Everything unreferenced is NaN, everything lies in a larger array, lists hold what is no index."""
+    """Unreferenced slots are NaN, each array is a view of a larger one, and lists also hold invalid indices."""
     for case in (DENSE, SPARSE, V4):
         found = decode_inputs(case, "cpu")
         for name in ("q", "k_cache", "block_table", "indices"):
@@ -268,7 +268,7 @@ def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypat
     assert re.search(r"declined \d+: cuda: takes d_v 512, got 64", said)
     assert flash_mla_matrix.main([*arguments, "eager"]) == 1
     monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
-    assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # none is taken
+    assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # no case is accepted
     assert flash_mla_matrix.requested("eager") == "eager"
     assert not flash_mla_matrix.chosen_cases(flash_mla_matrix.parse(["--list", "mha", "--backend", "cuda"]))
     assert flash_mla_matrix.requested("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
@@ -317,7 +317,7 @@ def test_names_and_order_of_arguments(name):
     ids=["dense", "causal", "fp8", "v4", "v41", "v41, page"],
 )
 def test_both_call_forms(case, backend):
-    """The older form takes the newer one's keywords too."""
+    """Both call forms give equal results, and the older form accepts the newer form's keywords."""
     out, lse = decode(case, "e0")
     again, lse_again = decode(case, "e2")
     close(out, again, "decode out")
@@ -327,7 +327,7 @@ def test_both_call_forms(case, backend):
 @pytest.mark.parametrize("case", [DENSE, SPARSE], ids=["dense", "fp8"])
 @pytest.mark.parametrize("said", [{}, {"is_fp8_kvcache": None}])
 def test_the_dtype_tells_whether_a_cache_is_quantised(case, said):
-    """So that the defaults of every release hold."""
+    """Whether a cache is quantised follows from its dtype, so the defaults of every release work."""
     arguments = decode_inputs(case, "cpu")
     with ra.use_backend("eager"):
         want = flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=flash_mla.get_mla_metadata()[0])
@@ -339,7 +339,10 @@ def test_the_dtype_tells_whether_a_cache_is_quantised(case, said):
 
 
 def test_batch_invariance_is_asked_for_by_name():
-    """The same bits alone and in a batch; an object filled without it is refused; a backend without it refuses too."""
+    """`enable_batch_invariant` gives a sequence the same bits alone and in a batch.
+
+    A metadata object that was filled without it is refused, and a backend that lacks it refuses the call.
+    """
     arguments = decode_inputs(V41, "cpu")
     names = ("q", "block_table", "cache_seqlens", "indices", "extra_indices_in_kvcache", "topk_length")
 
@@ -362,7 +365,7 @@ def test_batch_invariance_is_asked_for_by_name():
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A device of as many multiprocessors as an H100."""
+    """A fake device with as many multiprocessors as an H100."""
     facts = flash_mla.device_facts(torch.device("cpu"))
     monkeypatch.setattr(flash_mla, "device_facts", lambda device: replace(facts, num_multiprocessors=132))
 
@@ -390,7 +393,8 @@ def test_tables_are_those_of_2025(hopper, s_q, h_q, h_kv, topk, num_parts):
 
 def test_tables_worked_out_by_hand(hopper):
     parts, num_splits = flash_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 128, 1, 128, True, 2048)
-    assert num_splits.tolist() == [0, 16, 32]  # 37 blocks each on 66 parts of 7, 5 of which begin a sequence
+    # A sequence of 32 blocks counts as 37, with an overhead of 5. A part takes 7, so 2 blocks and the overhead.
+    assert num_splits.tolist() == [0, 16, 32]
     assert parts[:2].tolist() == [[0, 0, 0, 2, 0, 0, 0, 0], [0, 2, 0, 4, 1, 0, 0, 0]]
     assert int((parts[:, 0] < 2).sum()) == 32
     parts, num_splits = flash_mla.get_mla_metadata(torch.zeros(128, dtype=torch.int32), 256, 1, 128, True, 2048)
@@ -439,7 +443,7 @@ def test_a_dense_object_tells_heads_and_causality_apart():
 
 
 def test_lengths_of_a_used_object_are_checked_on_request(backend):
-    """Without the check, other lengths cost speed and not the result."""
+    """Changed lengths are refused with `validate="full"`; without it they cost speed but leave results right."""
     meta, _ = flash_mla.get_mla_metadata()
     arguments: dict[str, Any] = decode_inputs(DENSE, "cpu")
     flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)
@@ -498,7 +502,7 @@ def test_a_fully_masked_query_of_decode_has_lse_plus_infinity(backend):
 
 
 def prefill_pair(convention: str) -> tuple[Any, Any]:
-    """Arguments with a query that selects nothing, and what they give."""
+    """Prefill arguments in which one query selects nothing, and the results of the call."""
     arguments = prefill_inputs(PREFILL, "cpu")
     arguments["indices"][1] = -1
     return arguments, flash_mla.flash_mla_sparse_fwd(**arguments, convention=convention)
@@ -549,7 +553,7 @@ def test_the_default_convention_is_chosen_process_wide_or_for_a_block(request):
             choose("e")
 
 
-# What FlashMLA's own tests leave out
+# Cases that FlashMLA's own tests leave out
 
 
 @pytest.mark.parametrize("h_q", [1, 3, 7, 16, 128])
@@ -586,7 +590,7 @@ def test_duplicates_count_as_often_as_they_are_listed(backend):
 
 
 def test_no_index_anywhere_in_newer_lists(backend):
-    """-1 between indices, and every other value that names no slot."""
+    """Lists may hold -1 and other values that name no slot anywhere between their indices."""
     arguments = decode_inputs(replace(V4, topk_lens=False), "cpu")
     for name in ("indices", "extra_indices_in_kvcache"):
         lists = arguments[name].clone()
@@ -601,7 +605,7 @@ def test_no_index_anywhere_in_newer_lists(backend):
 def test_lengths_beyond_the_list(length, backend):
     lengths = torch.tensor([length, 20], dtype=torch.int32)
     decode(replace(V4, topk_lens=False), topk_length=lengths)
-    # ... and one for each query token
+    # A length for each query token also works.
     decode(replace(V4, topk_lens=False), topk_length=torch.stack([lengths, lengths.flip(0)]))
 
 
@@ -621,13 +625,13 @@ def test_float16(backend):
 
 
 def test_scales_of_any_value_in_the_newer_form(backend):
-    """The caches of 2025, whose scales are no powers of two, through the call of 2026, with sinks and lengths."""
+    """The call form of 2026 takes caches of 2025, whose scales are not powers of two, with sinks and lengths."""
     lengths = torch.tensor([40, 11], dtype=torch.int32)
     decode(replace(SPARSE, sinks=True), "e2", topk_length=lengths)
 
 
 def test_a_sequences_bits_depend_on_nothing_else(backend):
-    """With one split, whatever else is in the batch; and from run to run."""
+    """With one split, a sequence's bits depend neither on the rest of the batch nor on the run."""
     arguments = decode_inputs(V4, "cpu")
     options = {"mla_decode": {"num_splits": 1}} if backend == "triton" else {}
 
@@ -649,7 +653,7 @@ def test_a_sequences_bits_depend_on_nothing_else(backend):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_quantize_k_cache_by_its_rule(dtype):
-    """Scales are the largest magnitude over 448 in the input's dtype; nothing is rounded to powers of two."""
+    """A scale is the largest magnitude divided by 448 in the input's dtype, not rounded to a power of two."""
     cache = (torch.randn(3, 5, 1, 576, generator=torch.Generator().manual_seed(0)) / 10).to(dtype)
     stored = quant.quantize_k_cache(cache, 512)
     assert stored.shape == (3, 5, 1, 656)
@@ -686,7 +690,9 @@ def ra_dequantize(stored: torch.Tensor) -> torch.Tensor:
 def test_a_tile_without_a_scale_is_zero(dtype):
     cache = torch.ones(1, 1, 1, 576, dtype=dtype)
     cache[..., :128] = 0
-    cache[..., 128:256] = torch.finfo(dtype).smallest_normal / 2**8  # over 448 it is nothing, but in float32
+    cache[..., 128:256] = (
+        torch.finfo(dtype).smallest_normal / 2**8
+    )  # divided by 448 this underflows to 0, except in float32
     back = quant.dequantize_k_cache(quant.quantize_k_cache(cache, 512)).flatten().float()
     assert back[:128].abs().max() == 0
     assert not back.isnan().any()
@@ -828,7 +834,7 @@ DENSE_FORMS: dict[str, Callable[..., Any]] = {
 
 
 def dense_call(form: str, **changes: Any) -> tuple[Callable[..., Any], list[torch.Tensor]]:
-    """A call of one of the three functions on two sequences, 5 and 7 long, and the tensors it has gradients of."""
+    """A call of one of the three functions on two sequences, 5 and 7 long, and the leaves of its gradients."""
     generator = torch.Generator().manual_seed(3)
     widths = ((4, 24), (4 if form == "qkv" else 2, 24), (4 if form == "qkv" else 2, 10))
     given = [torch.randn(12, *width, generator=generator) for width in widths]
@@ -853,7 +859,10 @@ def dense_call(form: str, **changes: Any) -> tuple[Callable[..., Any], list[torc
 
 @pytest.mark.parametrize(("form", "causal"), [("q, k, v", True), ("q, kv", False), ("qkv", True)])
 def test_dense_attention_in_three_forms(form, causal, backend):
-    """Values, and gradients through packed tensors, grouped heads and the log-sum-exp, by torch's own."""
+    """Dense attention agrees with plain torch, in values and in gradients.
+
+    The gradients pass through packed tensors, grouped heads and the log-sum-exp.
+    """
     call, leaves = dense_call(form, causal=causal, softmax_scale=0.3)
     packed = torch.cat(leaves if form == "qkv" else leaves[1:], -1)
     q, k, v = packed.split((24, 24, 10), -1) if form == "qkv" else (leaves[0], *packed.split((24, 10), -1))
@@ -880,7 +889,9 @@ def test_other_dtypes_of_dense_attention(dtype, backend, monkeypatch):
 
 
 def test_the_rules_of_dense_data():
-    """Longer keys than queries, everything in a larger array; the oracle is causal from the end."""
+    """There are at least as many keys as queries, each array is a view of a larger one, and the oracle's causal mask is
+    aligned to the end.
+    """
     arguments, d_out = mha_inputs(MHA, "cpu", torch.float32)
     q_lens, kv_lens = (arguments[f"cu_seqlens_{name}"].diff() for name in ("qo", "kv"))
     assert bool((kv_lens >= q_lens).all())
@@ -894,7 +905,7 @@ def test_the_rules_of_dense_data():
 
 @pytest.mark.parametrize("form", DENSE_FORMS)
 def test_equal_lengths_need_no_edges(form):
-    """What the edges hold is not looked at, only how many they are."""
+    """If all lengths are equal, only the number of edges counts, not their values."""
     edges, garbage = torch.tensor([0, 6, 12], dtype=torch.int32), torch.full((3,), 99, dtype=torch.int32)
     names = [name for name in dense_call(form)[0].keywords if name.startswith("cu_seqlens")]  # type: ignore[attr-defined]
     want = dense_call(form, **dict.fromkeys(names, edges))[0]()
@@ -903,7 +914,7 @@ def test_equal_lengths_need_no_edges(form):
 
 
 def test_a_fully_masked_query_of_dense_attention(backend):
-    """One that stands before the first key, where there are fewer keys than queries."""
+    """With fewer keys than queries, a query before the first key is fully masked."""
     edges = torch.tensor([0, 2, 2], dtype=torch.int32)
     call, leaves = dense_call("q, k, v", cu_seqlens_kv=edges, causal=True)
     out, lse = call()
@@ -936,7 +947,7 @@ def test_torch_compile_follows_dense_attention():
 
 
 def test_sparse_prefill_is_differentiable(backend):
-    """Through out and through lse of either base; upstream's has no gradient."""
+    """Gradients pass through out and through lse of either base; FlashMLA's function has no gradient."""
     arguments = prefill_inputs(replace(PREFILL, h_q=2, d_qk=32, topk=20), "cpu", torch.float32)
     arguments["d_v"] = 32
     grads = []

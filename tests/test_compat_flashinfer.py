@@ -1,4 +1,7 @@
-"""Code written for FlashInfer's attention gets what its formulas say, in float64, whatever unused memory holds."""
+"""Code written for FlashInfer's attention gets the results of FlashInfer's formulas in float64.
+
+The contents of unused memory make no difference.
+"""
 
 import importlib
 import inspect
@@ -17,7 +20,7 @@ from tests.flashinfer_oracle import LN2, Batch, batch, dense, same
 from tests.flashinfer_signatures import SIGNATURES
 
 PACKAGE = "ragged_attention.compat.flashinfer"
-flashinfer: Any = importlib.import_module(PACKAGE)  # calls with wrong types are tested too
+flashinfer: Any = importlib.import_module(PACKAGE)  # typed as Any, because calls with wrong types are tested too
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
 DECODES = [(1, 9), (1, 0), (1, 4), (1, 13)]
 RAGGED = [(3, 9), (0, 5), (2, 0), (1, 4), (5, 13), (4, 2)]
@@ -39,7 +42,7 @@ def prefill_planned(b: Batch, layout: str = "NHD", graph: bool = False, **settin
 
 
 def packed(b: Batch) -> tuple[Any, Any, Any]:
-    """The keys and values of a batch, one request after another, and their row pointers."""
+    """The concatenated keys and values of a batch's requests, and their row pointers."""
     edges = torch.tensor([0, *(len(k) for k in b.keys)]).cumsum(0).int()
     return torch.cat(b.keys).to(b.dtype), torch.cat(b.values).to(b.dtype), edges
 
@@ -142,7 +145,7 @@ def test_single_requests(lens: tuple[int, int], layout: str) -> None:
     [(8, [1, 2, 3, 4, 5, 6, 7, 8]), (2, [4, 8]), (12, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5])],
 )
 def test_alibi(heads: int, powers: list[float]) -> None:
-    """Slopes of any number of heads; positions count from a request's first query."""
+    """ALiBi works with any number of heads; positions are relative to a request's first query."""
     slopes = 0.5 ** torch.tensor(powers)
     named: Any = {"pos_encoding_mode": "ALIBI"}
     b, d = (batch(lens, heads=heads) for lens in (RAGGED, DECODES))
@@ -281,7 +284,7 @@ def test_fast_plans_of_decodes() -> None:
 @pytest.mark.parametrize("window", [-1, 4])
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_custom_masks(as_bytes: bool, window: int, with_prefix: bool) -> None:
-    """Masks that hide what precedes the new tokens, and masks that do not and are draft masks."""
+    """Custom masks may hide keys before the new tokens; masks that show all of these run as draft masks."""
     b = batch(RAGGED)
     generator = torch.Generator().manual_seed(7)
     masks = [torch.rand(q_len, kv_len, generator=generator) < 0.6 for q_len, kv_len in b.lens]
@@ -300,7 +303,7 @@ def test_custom_masks(as_bytes: bool, window: int, with_prefix: bool) -> None:
         edges = torch.tensor([0, *(mask.numel() for mask in masks)]).cumsum(0).int()
         bits, _ = flashinfer.segment_packbits(flat, edges, bitorder="little")
         given = {"packed_custom_mask": bits, "window_left": window}
-    for causal in (False, True):  # without effect beside a mask
+    for causal in (False, True):  # has no effect if there is a mask
         paged = prefill_planned(b, causal=causal, **given)
         assert (paged._mask.draft is not None) == with_prefix
         expect(paged.run(b.q, b.cache, return_lse=True), wanted)
@@ -343,7 +346,7 @@ def test_sinks_count_in_the_log_sum_exp() -> None:
     expect(prefill_planned(b, causal=True).run(b.q, b.cache, sinks=sinks, return_lse=True), wanted)
     k, v, kv_indptr = packed(b)
     ragged = ragged_planned(b, kv_indptr, causal=True)
-    ragged._sinks = sinks  # as vLLM does
+    ragged._sinks = sinks  # vLLM sets this attribute too
     expect(ragged.run(b.q, k, v, return_lse=True), wanted)
     d = batch(DECODES)
     expect(decode_planned(d).run(d.q, d.cache, sinks=sinks, return_lse=True), d.wanted(sinks=sinks))
@@ -360,7 +363,7 @@ def test_bases_layouts_and_buffers_of_results() -> None:
         assert got[0] is out
         assert got[1] is lse
         expect((out, lse.T), (wanted[0], wanted[1] * LN2))
-        assert run(out=out, lse=lse.zero_(), lse_layout="HN") is out  # written in any case
+        assert run(out=out, lse=lse.zero_(), lse_layout="HN") is out  # lse is written without return_lse too
         same(lse.T, wanted[1])
         with pytest.raises(InvalidInput, match="expected lse_base to be log2 or ln, got 'log10'"):
             run(return_lse=True, lse_base="log10")
@@ -564,7 +567,7 @@ def test_merges() -> None:
     ]
     wanted = b.wanted()
     outs, lses = torch.stack([out for out, _ in parts], 1), torch.stack([lse for _, lse in parts], 1)
-    outs[:, 1] = torch.nan  # has no weight
+    outs[:, 1] = torch.nan  # the empty part has no weight
     expect(flashinfer.merge_states(outs, lses), wanted)
     out, lse = parts[0]
     for other in (parts[2], parts[3]):
@@ -585,7 +588,7 @@ def test_merges() -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_cascades(layout: str) -> None:
-    """Three requests with one shared prefix of eight keys, whose own keys are prefilled and decoded."""
+    """Cascades work for three requests that share a prefix of eight keys and prefill or decode their own keys."""
     b = batch([(7, 8), (3, 5), (0, 4), (4, 9)], layout=layout)
     wrapper = flashinfer.MultiLevelCascadeAttentionWrapper(2, WORKSPACE, layout)
     q, own = b.q[7:], b.qo_indptr[1:] - 7
@@ -630,7 +633,7 @@ def test_cascades(layout: str) -> None:
 
 
 def dense_after(q: Any, prefix_k: Any, prefix_v: Any, k: Any, v: Any) -> Any:
-    """Queries see the whole prefix, and their own keys causally."""
+    """Dense attention in which queries see the whole prefix, and their own keys causally."""
     return dense(q, torch.cat([prefix_k, k]), torch.cat([prefix_v, v]), causal=True)[0]
 
 
@@ -651,14 +654,14 @@ def test_latents(form: str, page_size: int, causal: bool) -> None:
         num_heads=4, head_dim_ckv=64, head_dim_kpe=32, page_size=page_size, causal=causal, sm_scale=sm_scale,
         q_data_type=torch.float32, kv_data_type=torch.float32,
     )  # fmt: skip
-    longer = torch.cat([b.indptr, torch.tensor([3, 2**30], dtype=torch.int32)])  # as FlashInfer allows
+    longer = torch.cat([b.indptr, torch.tensor([3, 2**30], dtype=torch.int32)])  # FlashInfer allows extra entries
     csr = flashinfer.mla.MLAPlanMetadata.csr(b.qo_indptr, longer, b.indices, lens)
     if form == "packed":
         query, cache = b.q, keys
         wrapper.plan(metadata=csr, **settings)
     else:
         query, cache = (b.q[..., :64], b.q[..., 64:]), (keys[..., :64], keys[..., 64:])
-        if form == "gap":  # views of one tensor that are no neighbours
+        if form == "gap":  # two views of one tensor that are not adjacent
             wide = torch.full((*keys.shape[:2], 104), torch.nan)
             wide[..., :64], wide[..., 72:] = cache
             cache = (wide[..., :64], wide[..., 72:])
@@ -856,9 +859,9 @@ def test_pages_of_latents_that_do_not_exist_are_not_seen() -> None:
     wrapper = flashinfer.BatchMLAPagedAttentionWrapper(WORKSPACE)
     lens = torch.tensor([9])
     wrapper.plan(b.qo_indptr, b.indptr, b.indices, lens, 4, 64, 32, 4, False, 0.1, torch.float32, torch.float32)
-    wrapper._tables.page_indices[0, 1] = 2**30  # of positions 4 to 7
+    wrapper._tables.page_indices[0, 1] = 2**30  # invalidates the page of positions 4 to 7
     keys = b.cache[0][:, :, 0]
-    keys = torch.cat([keys, torch.ones(9, 4, 96)])  # also of a cache that is larger than the table
+    keys = torch.cat([keys, torch.ones(9, 4, 96)])  # the cache may have more pages than the table
     rows = torch.cat([b.keys[0][:4], b.keys[0][8:]])
     wanted = dense(b.q, rows, rows[..., :64], sm_scale=0.1)
     for cache in (keys, (keys[..., :64].clone(), keys[..., 64:].clone())):

@@ -1,4 +1,4 @@
-"""FlashInfer's MSA by its names: scores, selection and attention are what its definitions say, in float64."""
+"""The drop-ins for FlashInfer's MSA: scores, selection and attention agree with its definitions in float64."""
 
 import importlib
 from dataclasses import dataclass
@@ -18,19 +18,19 @@ BLOCK = 128
 HEADS, KV_HEADS, DIM = 4, 2, 32
 LENS = [(3, 300), (0, 5), (5, 5), (1, 129), (2, 0)]  # (q_len, kv_len)
 E4M3 = torch.float8_e4m3fn
-FORMS = ("packed", "paged", "views")  # of keys and values
+FORMS = ("packed", "paged", "views")  # the forms of keys and values
 
 
 @dataclass
 class Case:
-    """Requests whose unused memory is NaN, as FlashInfer takes them, and each by itself."""
+    """A batch of requests in FlashInfer's format, with NaN in unused memory, and the separate requests."""
 
     q: Any
     k: Any
     v: Any
     lists: Any  # [num_kv_heads, total_q, topk]
     tables: dict[str, Any]
-    requests: list[tuple[Any, Any, Any, Any]]  # q, k, v, lists
+    requests: list[tuple[Any, Any, Any, Any]]  # (q, k, v, lists) of each request
 
     @property
     def edges(self) -> Any:
@@ -51,7 +51,7 @@ def case(form: str, dtype: Any = torch.float32, kv_dtype: Any = None, lens: Any 
     for q_len, kv_len in lens:
         k, v = (normal(kv_len, KV_HEADS, DIM).to(kv_dtype or dtype) for _ in range(2))
         blocks = torch.randint(-2, max(-(-kv_len // BLOCK), 1) + 2, (KV_HEADS, q_len, 4), generator=generator).int()
-        blocks[..., -1] = blocks[..., 0]  # named twice
+        blocks[..., -1] = blocks[..., 0]  # each list names one block twice
         blocks[:, 1::2] = torch.tensor([-1, 2**31 - 1, 0, -(2**31)], dtype=torch.int32)
         requests.append((normal(q_len, HEADS, DIM).to(dtype), k, v, blocks))
     q, lists = torch.cat([each[0] for each in requests]), torch.cat([each[3] for each in requests], 1)
@@ -77,7 +77,7 @@ def case(form: str, dtype: Any = torch.float32, kv_dtype: Any = None, lens: Any 
 
 
 def mask_of(lists: Any, q_len: int, kv_len: int, causal: bool, first: int | None) -> Any:
-    """What the queries of one request see, bool [num_qo_heads, q_len, kv_len]."""
+    """The mask of the keys that the queries of one request see, bool [num_qo_heads, q_len, kv_len]."""
     position = (kv_len - q_len if first is None else first) + torch.arange(q_len)[:, None]
     key = torch.arange(kv_len)
     named = (lists.long()[..., None] == key // BLOCK).any(2)  # [K, T, N]
@@ -85,7 +85,7 @@ def mask_of(lists: Any, q_len: int, kv_len: int, causal: bool, first: int | None
 
 
 def wanted(made: Case, causal: bool, firsts: Any = None, scale: float | None = None) -> tuple[Any, Any]:
-    """Out and lse to base e."""
+    """The exact out, and lse to base e."""
     parts = []
     for index, (q, k, v, lists) in enumerate(made.requests):
         first = None if firsts is None else firsts[index]
@@ -175,7 +175,7 @@ def test_decode_of_8_bits() -> None:
 
 
 def scores_of(made: Case, causal: bool, firsts: Any, tiles: int) -> Any:
-    """The largest product for each head, block and query."""
+    """The scores of blocks: the largest product for each head, block and query."""
     parts = []
     for index, (q, k, _, _) in enumerate(made.requests):
         first = len(k) - len(q) if firsts is None else firsts[index]
@@ -215,7 +215,7 @@ def test_scores_of_8_bits(form: str) -> None:
 
 
 def selected(scores: Any, topk: int, valid: int, begin: int, end: int) -> list[int]:
-    """The blocks of one query and head, of which no two have one score."""
+    """The blocks selected for one query and head, if no two blocks have the same score."""
     last = max(valid - end, begin)
     forced = [block for block in range(valid) if block < begin or block >= last]
     free = [block for block in range(valid) if block not in forced and scores[block] > -torch.inf]
@@ -229,7 +229,7 @@ def test_selection(begin: int, end: int) -> None:
     scores = torch.randperm(heads * tiles * tokens, generator=torch.Generator().manual_seed(0)).float()
     scores = scores.view(heads, tiles, tokens)
     scores[:, ::2] = -scores[:, ::2]
-    scores[1, 4:20, 3] = -torch.inf  # fewer blocks than are asked for
+    scores[1, 4:20, 3] = -torch.inf  # leaves fewer finite scores than topk
     scores[0, 10, 4] = torch.inf
     counts = torch.tensor([24, 1, 0, 22, 24, 5, -3, 99, 2], dtype=torch.int32)
     givens: tuple[Any, ...] = (None, 20, counts)

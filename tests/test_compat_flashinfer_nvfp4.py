@@ -1,6 +1,6 @@
-"""Code written for FlashInfer's 4-bit caches: appends, attention over codes with scales, and packing by itself.
+"""Code written for FlashInfer's 4-bit caches works: appends, attention over codes with scales, and packing alone.
 
-The codes are decoded here by hand. Everything that is not stored is NaN: bytes 255, of which a scale is one.
+The tests decode the codes by hand. Unused bytes are 255, which is NaN as a scale.
 """
 
 import importlib
@@ -34,13 +34,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def by_hand(codes: torch.Tensor, scales: torch.Tensor, factor: float) -> torch.Tensor:
-    """The values of bytes [..., D / 2] with the bytes of scales [..., D / 16]."""
+    """The values [..., D] of codes, bytes [..., D / 2], and scales, bytes [..., D / 16]."""
     numbers = E2M1[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()]
     return numbers * scales.view(E4M3).float().repeat_interleave(16, -1) * factor
 
 
 def appended(b: Batch, layout: str = "NHD", form: str = "pair", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """A 4-bit cache with a batch's keys and values, whose `keys` and `values` become the stored ones."""
+    """A 4-bit cache that holds a batch's keys and values; the batch's `keys` and `values` become the stored ones."""
     num_pages, page, heads = b.cache[0].shape[:3]
     shape = (num_pages, 2, page, heads) if layout == "NHD" else (num_pages, 2, heads, page)
     codes, scales = (torch.full((*shape, b.dim // width), 255, dtype=BYTES) for width in (2, 16))
@@ -100,7 +100,7 @@ def test_a_mask_over_4_bit_pages(backend: str) -> None:
 
 
 def batch_of(b: Batch, request: int) -> Batch:
-    """One request of a batch."""
+    """A batch of one request of another batch."""
     one = Batch(**vars(b))
     start, end = b.qo_indptr[request : request + 2].tolist()
     one.q, one.lens = b.q[start:end], [b.lens[request]]
@@ -115,7 +115,7 @@ def test_packed_rows(layout: str, backend: str) -> None:
     kv_indptr = torch.tensor([0, 9, 15], dtype=torch.int32)
 
     def rows(pages: Any) -> Any:
-        """[T, K, n] in the order of requests."""
+        """The stored rows [T, K, n] of all requests, in order."""
         found = []
         for request, (_, kv_len) in enumerate(b.lens):
             at = torch.arange(kv_len)
@@ -147,7 +147,7 @@ def test_appends_by_slots(as_tensors: bool, backend: str) -> None:
     codes, scales = torch.zeros(2, 4, 2, 2, 16, dtype=BYTES), torch.zeros(2, 4, 2, 2, 2, dtype=BYTES)
     pair = [(each[0], each[1]) for each in (codes, scales)]
     factors = [torch.tensor([each]) for each in SCALES] if as_tensors else SCALES
-    slots = torch.tensor([7, -1, 0, 99])  # and a row of padding
+    slots = torch.tensor([7, -1, 0, 99])  # there is a further row, padding, without a slot
     flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, v, slots, *pair, *factors)
     other, places = torch.zeros_like(codes), torch.zeros_like(scales).view(E4M3)
     kept = torch.tensor([0, 2])
@@ -164,7 +164,7 @@ def test_appends_by_slots(as_tensors: bool, backend: str) -> None:
 
 
 def test_rows_are_packed_and_unpacked() -> None:
-    """As FlashInfer's append packs them, whose bytes are recorded, unless a number is between two neighbours."""
+    """Rows are packed into the recorded bytes of FlashInfer's append, except for numbers midway between two codes."""
     recorded = json.loads(Path(__file__).with_name("quantised_rows.json").read_text())
     rows = torch.frombuffer(bytearray.fromhex("".join(recorded["rows"])), dtype=torch.bfloat16).view(-1, 32)
     same_bytes = total = 0
@@ -203,7 +203,7 @@ def test_unpacking_pages(layout: str, backend: str) -> None:
         for got, rows in zip(output, kept, strict=True):
             assert torch.equal(got[: len(rows)], rows.bfloat16())
             assert (got[len(rows) :] == 7).all()
-    table[0, 1] = -1  # a page that does not exist
+    table[0, 1] = -1  # removes a page
     again = [torch.full_like(each, 7.0) for each in outputs]
     flashinfer.nvfp4_kv_dequantize_paged(cache, scales, table, lens, *factors, *again, kv_layout=layout)
     assert (again[0][0, 4:8] == 7).all()

@@ -1,4 +1,4 @@
-"""FlashInfer's attention under block sparse matrices is dense attention in float64 under the same matrix."""
+"""FlashInfer's block sparse attention agrees with dense float64 attention under a mask of the same blocks."""
 
 import importlib
 from typing import Any
@@ -23,14 +23,14 @@ def normal(*shape: int, dtype: Any = torch.float32) -> Any:
 
 
 def matrix(num_rows: int, num_columns: int) -> Any:
-    """Which blocks are there: an empty row, a full one, and drawn ones."""
+    """A bool matrix of the blocks that are present: an empty row, random rows and a full row."""
     drawn = torch.rand(num_rows, num_columns, generator=torch.Generator().manual_seed(0)) < 0.4
     drawn[0], drawn[-1] = False, True
     return drawn
 
 
 def compressed(present: Any) -> tuple[Any, Any]:
-    """Row pointers and columns; those of a row are in descending order."""
+    """The row pointers and column indices of a block matrix; the columns of each row are in descending order."""
     indices = [row.nonzero()[:, 0].flip(0) for row in present]
     return torch.tensor([0, *map(len, indices)]).cumsum(0).int(), torch.cat(indices).int()
 
@@ -100,7 +100,7 @@ def test_settings_buffers_and_scales() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("unit", [1, 2, 512])
 def test_blocks_of_any_sizes(unit: int, dtype: Any) -> None:
-    """Each KV head has a partition of its own."""
+    """Blocks may have any sizes, and each KV head its own partition."""
     rows, columns = torch.tensor([[3, 2, 1], [1, 1, 4]]), unit * torch.tensor([[4, 1, 2], [2, 4, 1]])
     present = torch.stack([matrix(3, 3), matrix(3, 3).flip(0)])
     n = 7 * unit

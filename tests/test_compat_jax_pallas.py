@@ -1,4 +1,4 @@
-"""`compat.jax_pallas`: JAX's signatures, its refusals, its references, and right where its kernels are not."""
+"""`compat.jax_pallas` has JAX's signatures, refusals and references, and is right where JAX's kernels fail."""
 
 import inspect
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def upstream_functions() -> dict[str, Callable[..., Any]]:
 
 @pytest.mark.parametrize("name", upstream_functions())
 def test_signatures_are_jaxs(name):
-    """Names, order, kinds and defaults; one keyword more says which backend."""
+    """The names, order, kinds and defaults of arguments are JAX's, except one more keyword, `backend`."""
     ours = dict(inspect.signature(getattr(jax_pallas, name)).parameters)
     theirs = inspect.signature(upstream_functions()[name]).parameters
     if name in ("ragged_paged_attention", "paged_attention"):
@@ -66,7 +66,7 @@ def test_the_mask_value_is_jaxs():
     assert jax_pallas.DEFAULT_MASK_VALUE == kernel.DEFAULT_MASK_VALUE
 
 
-# Ragged attention: JAX's reference, and the definition
+# Ragged attention agrees with JAX's reference and with ours
 
 
 CAPPED = {"sm_scale": 0.2, "soft_cap": -2.0, "sliding_window": 3, "mask_value": None}
@@ -98,7 +98,7 @@ def test_ragged_attention_agrees_with_jaxs_reference_and_the_definition(dtype, s
     assert agrees(out, want, dtype)
     theirs = upstream.ref_ragged_paged_attention(*batch.arrays, **{"mask_value": -1e30} | settings)
     live = out[: batch.num_tokens]
-    tolerance = 1e-5 if dtype == "float32" else 2e-2  # theirs rounds probabilities to bfloat16
+    tolerance = 1e-5 if dtype == "float32" else 2e-2  # JAX's reference rounds probabilities to bfloat16
     np.testing.assert_allclose(np.float32(live), np.float32(theirs), atol=tolerance, rtol=tolerance)
 
 
@@ -114,14 +114,14 @@ def test_quantised_caches(kv_dtype, scales, backend):
     interleaved = np.tile([1.0 if scale is None else scale for scale in scales], 2)[:, None]
     exact = exact.with_(kv_pages=exact.kv_pages * interleaved)
     assert agrees(out, exact.defined(sm_scale=0.05), "float32")
-    if scales != (None, None):  # theirs rounds probabilities to the cache's dtype where there are no scales
+    if scales != (None, None):  # without scales, JAX's reference rounds probabilities to the cache's dtype
         theirs = upstream.ref_ragged_paged_attention(batch.q, kv, *batch.arrays[2:], **settings)
         np.testing.assert_allclose(out[: batch.num_tokens], theirs, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_our_reference_gives_what_jaxs_does(settings):
-    """The live rows alone, also where queries begin behind row 0."""
+    """Our reference agrees with JAX's and also returns only the live rows, even if queries begin after row 0."""
     batch = ragged(MIXED)
     for arrays in (batch.arrays, batch.with_(cu_q_lens=batch.cu_q_lens + 2).arrays):
         ours = jax_pallas.ref_ragged_paged_attention(*arrays, **settings)
@@ -142,11 +142,11 @@ def test_heads_that_jaxs_kernel_does_not_compile(heads, head_dim, kv_dtype):
     assert agrees(out, exact.defined(sm_scale=0.1), "bfloat16")
 
 
-# What goes wrong in JAX's kernel
+# Cases in which JAX's kernel fails
 
 
 def test_a_sequence_without_queries_and_keys_leaves_its_neighbours_alone(backend):
-    """In JAX's kernel the next sequence waits for the wrong copy."""
+    """A sequence without queries and keys works; in JAX's kernel the next sequence then waits for the wrong copy."""
     for index in range(4):
         lens = [(3, 8), (2, 13), (1, 6)]
         lens.insert(index, (0, 0))
@@ -186,7 +186,7 @@ def test_a_window_that_hides_whole_blocks(window, backend):
 
 
 def test_garbage_behind_the_live_sequences(backend):
-    """Lengths, offsets and pages of sequences that are not live are not read."""
+    """The lengths, offsets and pages of sequences that are not live are never read."""
     batch = ragged(MIXED)
     count = int(batch.num_seqs[0])
     worse = batch.with_(
@@ -198,7 +198,7 @@ def test_garbage_behind_the_live_sequences(backend):
     assert agrees(out, batch.defined(sm_scale=0.2), "float32")
 
 
-# What may be given
+# Accepted arguments
 
 
 @pytest.mark.parametrize("dtype", ["int32", "uint32", "int16", "uint8", "int8"])
@@ -237,7 +237,7 @@ def test_queries_and_caches_of_two_float_dtypes(dtype, kv_dtype):
 
 
 def test_whatever_rules_of_promotion_are_set():
-    """JAX's own tests forbid implicit promotion of ranks, and some users that of dtypes."""
+    """Calls work if implicit promotion of ranks is forbidden, as in JAX's tests, and of dtypes, as some users do."""
     batch = ragged(MIXED, dtype="bfloat16", kv_dtype="float32")
     k_pages, v_pages = heads_first(batch.kv_pages)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
@@ -293,7 +293,7 @@ def test_tunables_that_a_backend_has_not_are_ignored(backend):
 
 
 def test_tunables_that_a_backend_has_reach_it(monkeypatch):
-    """Those of the configuration count where a call gives none."""
+    """A call's tunables reach the backend; without them, those of the configuration do."""
     from ragged_attention.portable.xla import ragged_paged_attention as room
 
     tiles = []
@@ -309,7 +309,7 @@ def test_tunables_that_a_backend_has_reach_it(monkeypatch):
 
 
 def renamed(**names: str) -> Callable[..., Any]:
-    """`known_options` with JAX's tunables called as a backend of the tests calls its own."""
+    """`known_options` with JAX's tunables renamed to those of a backend in the tests."""
     right = jax_arguments.known_options
 
     def known(operation: str, arguments: Any, backend: Any, tunables: dict[str, Any]) -> Any:
@@ -319,7 +319,7 @@ def renamed(**names: str) -> Callable[..., Any]:
 
 
 def test_the_block_sizes_of_our_tpu_kernel():
-    """Whatever they are, they may be given; where no TPU is, they are of one that stands for all."""
+    """The tuned block sizes of our TPU kernel are valid arguments; without a TPU they are for a representative one."""
     wide = jax_pallas.get_tuned_block_sizes("bfloat16", jnp.bfloat16, 32, 8, 128, 16, 2048, 256)
     assert all(size >= 1 for size in wide)
     batch = ragged(MIXED)
@@ -334,7 +334,7 @@ def test_the_block_sizes_of_our_tpu_kernel():
 
 
 def test_tunables_go_along_to_another_machine(monkeypatch):
-    """Lowered here for a TPU, whose kernel is asked for by name: no backend asked for runs here."""
+    """Tunables are kept if a call is lowered for a TPU on a machine that cannot run the named backend."""
     from ragged_attention.kernels_pallas import ragged_paged_attention as room
 
     tiles = []
@@ -349,7 +349,10 @@ def test_tunables_go_along_to_another_machine(monkeypatch):
 
 
 def test_every_drop_in_on_the_tpu_kernels():
-    """By the interpreter, races looked for; in a process that can be ended, for a missing copy hangs."""
+    """All drop-ins work on the TPU kernels in the interpreter with race detection.
+
+    They run in a separate process with a time limit, because a missing copy hangs.
+    """
     assert printed("-m", "tests.programs.drop_ins_on_tpu_kernels", JAX_PLATFORMS="cpu") == "right\n"
 
 
@@ -369,7 +372,7 @@ def ints(*values: Any) -> Any:
     return jnp.array(values, I32)
 
 
-# Whether JAX refuses it too by a ValueError or an assertion.
+# Changes of the call, our error and its message, and whether JAX also raises a ValueError or an assertion.
 STATIC: list[tuple[dict[str, Any], type[Exception], str, bool]] = [
     ({"kv_pages": jnp.ones((4, 4, 3, 16))}, InvalidInput, "kv_pages.shape[2] to be 2 * num_kv_heads, an even", True),
     ({"k_scale": 1}, InvalidInput, "expected k_scale to be a float or None, got int", True),
@@ -479,7 +482,7 @@ def test_dynamic_refusals(changes, message, theirs):
 
 
 def test_invalid_values_are_safe_in_a_call(backend):
-    """They are refused on request alone; without it nothing outside the arrays is read."""
+    """Invalid values are refused only on request; without it, no memory outside the arrays is read."""
     for changes, _, _ in DYNAMIC:
         arrays, _ = changed({"kv_pages": jnp.nan_to_num(VALID.kv_pages)} | changes)
         out = jax_pallas.ragged_paged_attention(*arrays, backend=backend)
@@ -492,7 +495,7 @@ LENGTHS = (0, 3, 16, 17, 1, 0, 40, 12)
 
 
 def decode_batch(lengths: Any = LENGTHS, heads: Any = (8, 2), dtype: Any = "float32", **shape: Any) -> tuple[Any, ...]:
-    """q, k_pages, v_pages, lengths and page_indices."""
+    """The arguments q, k_pages, v_pages, lengths and page_indices of a decode."""
     pages_per_seq = shape.pop("pages_per_seq", 12)
     batch = ragged(
         [(1, length) for length in lengths], heads=heads, dtype=dtype, padding=0, more_seqs=0,
@@ -536,7 +539,10 @@ def test_decode_agrees_with_jaxs_reference_and_the_definition(dtype, heads, soft
 @pytest.mark.parametrize("inline_seq_dim", [True, False])
 @pytest.mark.parametrize("megacore_mode", [None, "batch", "kv_head"])
 def test_decode_in_every_mode(megacore_mode, inline_seq_dim):
-    """Zero-length rows are 0 in both; JAX's kernel leaves them unwritten where the sequence is a grid dimension."""
+    """Decode works in every mode, and rows of length 0 are 0.
+
+    JAX's kernel leaves these rows unwritten if the sequence is a grid dimension.
+    """
     arrays = decode_batch()
     out = jax_pallas.paged_attention(
         *arrays, pages_per_compute_block=3, megacore_mode=megacore_mode, inline_seq_dim=inline_seq_dim, backend="xla"
@@ -547,7 +553,7 @@ def test_decode_in_every_mode(megacore_mode, inline_seq_dim):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_jaxs_quantised_pages(dtype):
-    """Code times scale over 127.5, exactly; JAX's kernel rounds that to bfloat16."""
+    """A quantised element is exactly code * scale / 127.5; JAX's kernel rounds this to bfloat16."""
     q, k_pages, v_pages, lengths, page_indices = decode_batch(dtype=dtype)
     k, v = (quantization_utils.quantize_to_int8(jnp.nan_to_num(pages)) for pages in (k_pages, v_pages))
     assert k.scales.dtype == k_pages.dtype

@@ -1,4 +1,4 @@
-"""`compat.tpu_inference`: the arguments of tpu-inference's latent attention, its cache to the byte, its refusals."""
+"""`compat.tpu_inference` has the arguments, refusals and cache bytes of tpu-inference's latent attention."""
 
 import dataclasses
 import inspect
@@ -22,8 +22,8 @@ tpu_inference: Any = module
 
 BACKENDS = ("xla", "reference")
 MIXED = ((1, 9), (6, 6), (0, 5), (4, 14), (1, 1))
-NO_PAGE = -1  # as tpu-inference's tests leave behind the last used page
-LATENT, ROTARY, WIDTH = 40, 24, 256  # a row holds both, each with padding up to a multiple of 128
+NO_PAGE = -1  # follows the last used page, as in tpu-inference's tests
+LATENT, ROTARY, WIDTH = 40, 24, 256  # a row holds both parts, each padded to a multiple of 128
 
 
 @pytest.fixture(params=BACKENDS)
@@ -33,7 +33,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """The nine arrays of a call, in their order."""
+    """The nine array arguments of a call, in their order."""
 
     ql_nope: Any
     q_pe: Any
@@ -50,7 +50,7 @@ class Batch:
         return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def written(self) -> np.ndarray:
-        """The cache's rows [P, G, WIDTH] with the new ones among them, in the cache's dtype."""
+        """The cache's rows [P, G, WIDTH] after the write of the new rows, in the cache's dtype."""
         pages, groups, packing, width = self.cache_kv.shape
         rows = np.array(self.cache_kv).reshape(pages, groups * packing, width)
         table = np.asarray(self.page_indices).reshape(len(self.kv_lens), -1)
@@ -64,7 +64,7 @@ class Batch:
         return rows
 
     def defined(self, **options: Any) -> Any:
-        """What the definition says of rows without padding, heads first."""
+        """The result of the reference implementation on rows without padding, heads first."""
         rows = self.written().astype(np.float32)
         kept = np.r_[0:LATENT, 128 : 128 + ROTARY]
         q = np.concatenate([np.asarray(part, np.float64) for part in (self.ql_nope.swapaxes(0, 1), self.q_pe)], -1)
@@ -85,7 +85,10 @@ def batch_of(
     padding: int = 3,
     seed: int = 0,
 ) -> Batch:
-    """Sequences (q_len, kv_len), then rows of padding and two places of sequences; unwritten slots are NaN."""
+    """A batch of sequences (q_len, kv_len), followed by padding rows and two unused sequences.
+
+    Unwritten slots are NaN, or -100 in int8.
+    """
     rng = np.random.default_rng(seed)
     kv_dtype = jnp.dtype(kv_dtype or dtype)
     pages = [-(-kv_len // page_size) for _, kv_len in lens]
@@ -124,7 +127,7 @@ def batch_of(
 
 
 def expect_cache(cache: Any, batch: Batch) -> None:
-    """To the byte, what nobody wrote included."""
+    """Assert that every byte of the cache is as expected, including unwritten ones."""
     assert (cache.shape, cache.dtype) == (batch.cache_kv.shape, batch.cache_kv.dtype)
     want = batch.written().reshape(cache.shape)
     assert np.array_equal(np.asarray(cache).view(np.uint8), want.view(np.uint8))
@@ -155,7 +158,10 @@ def test_a_mixed_batch(dtype, theirs, ours, backend):
 @pytest.mark.parametrize("q_dtype", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize("kv_dtype", ["float8_e4m3fn", "float8_e5m2", "int8"])
 def test_a_cache_of_eight_bits_and_its_scales(kv_dtype, q_dtype):
-    """The three scales: two of logits, one of results; what is stored is stored as it comes."""
+    """An 8-bit cache works with its three scales: two multiply the logits, one the result.
+
+    New rows are stored without scaling.
+    """
     batch = batch_of(dtype=q_dtype, kv_dtype=kv_dtype)
     scales = {"q_scale": 0.5, "k_scale": 0.02 if kv_dtype == "int8" else 0.4, "v_scale": 0.7}
     out, cache = tpu_inference.mla_ragged_paged_attention(*batch.arrays, sm_scale=0.5, **scales, backend="xla")
@@ -163,7 +169,7 @@ def test_a_cache_of_eight_bits_and_its_scales(kv_dtype, q_dtype):
     want = 0.7 * batch.defined(sm_scale=0.25 * scales["k_scale"])
     if q_dtype.startswith("float8"):
         want = np.asarray(jnp.asarray(want, jnp.float32).astype(q_dtype), np.float32)
-        apart = np.asarray(out, np.float32) != want  # near the middle of two of so few numbers, either may come
+        apart = np.asarray(out, np.float32) != want  # midway between two float8 numbers, either is right
         assert apart.mean() < 0.02
         np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=0.3, atol=0.02)
     else:
@@ -189,7 +195,7 @@ def test_pages_packed_in_other_ways(page_size, packing, backend):
 
 
 def test_decodes_need_not_come_first(backend):
-    """`distribution` counts the sequences; how many of them are decodes does not matter."""
+    """The last number of `distribution` counts the sequences; the numbers of decodes among them are ignored."""
     batch = batch_of()
     for distribution in ([0, 0, 5], [1, 1, 5], [2, 3, 5]):
         same = dataclasses.replace(batch, distribution=jnp.array(distribution, jnp.int32))
@@ -202,7 +208,7 @@ def test_decodes_need_not_come_first(backend):
 
 
 def test_more_queries_than_keys(backend):
-    """The first ones stand before the sequence: they see nothing, and their latents go nowhere."""
+    """If there are more queries than keys, the first queries see nothing and their latents are not stored."""
     batch = batch_of([(5, 2), (2, 0), (3, 4)])
     arrays = dataclasses.replace(batch, new_kv_c=batch.new_kv_c.at[:3].set(jnp.nan)).arrays
     out, _ = tpu_inference.mla_ragged_paged_attention(*arrays, backend=backend)
@@ -254,7 +260,7 @@ def test_shapes_of_caches(arguments, shape):
     assert tpu_inference.get_kv_cache_shape(*arguments) == shape
 
 
-# Names, and refusals
+# Names and refusals
 
 
 NAMES = {
@@ -273,7 +279,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_signatures_are_tpu_inferences(name):
-    """Those of its release 0.32, and one keyword more that says which backend."""
+    """The signatures are those of tpu-inference 0.32, with one more keyword, `backend`."""
     said, starred = [], False
     for parameter in inspect.signature(getattr(tpu_inference, name)).parameters.values():
         if parameter.kind == inspect.Parameter.KEYWORD_ONLY and not starred:

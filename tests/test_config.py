@@ -1,4 +1,4 @@
-"""The precedence of configuration, rule by rule, and what it refuses."""
+"""The precedence of configuration sources, rule by rule, and the values that are refused."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("choose", [ra.set_backend, ra.use_backend])
 
 @pytest.fixture(autouse=True)
 def nothing_configured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Each test starts in an empty folder without requests, and leaves none."""
+    """Start each test in an empty folder without configuration, and remove its configuration afterwards."""
     for variable in (config.BACKEND_VARIABLE, config.CONFIG_VARIABLE, config.VALIDATE_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.chdir(tmp_path)
@@ -105,7 +105,7 @@ def test_call_over_innermost_block():
 
 
 def test_the_whole_order_at_once(monkeypatch, tmp_path):
-    """Each source in turn is taken away, and the next one shows."""
+    """When the sources are removed one by one, the next in the order takes effect."""
     setenv(monkeypatch, config.BACKEND_VARIABLE, "environment")
     named_file(monkeypatch, tmp_path, 'backend = "file"')
     ra.set_backend("process")
@@ -183,7 +183,7 @@ def test_options_follow_the_same_order(monkeypatch, tmp_path):
         with ra.use_backend(options={ATTENTION: {"block_kv": 4}}):
             assert config.requested_options(ATTENTION) == {"block_kv": 4}
             assert config.requested_options(ATTENTION, {"block_kv": 5}) == {"block_kv": 5}
-        with ra.use_backend("triton"):  # says nothing of options
+        with ra.use_backend("triton"):  # sets no options
             assert config.requested_options(ATTENTION) == {"block_kv": 3}
     assert config.requested_options(WRITE) == {}
 
@@ -198,7 +198,7 @@ def test_validate_follows_the_same_order(monkeypatch, tmp_path):
     assert config.validates_values()
     with ra.use_backend(validate="static"):
         assert not config.validates_values()
-        with ra.use_backend("triton"):  # says nothing of validation
+        with ra.use_backend("triton"):  # sets no validation
             assert not config.validates_values()
 
 
@@ -209,7 +209,7 @@ def test_get_config_is_what_calls_follow(monkeypatch, tmp_path):
     assert {name: now.names(name) for name in (ATTENTION, WRITE)} == {ATTENTION: ("triton",), WRITE: ("xla",)}
     assert now.options == {ATTENTION: {"block_q": 16}}
     assert now.validate == "static"
-    with ra.use_backend("eager"):  # a request for all hides weaker ones by operation
+    with ra.use_backend("eager"):  # a request for all operations overrides weaker requests for single ones
         assert ra.get_config().names(WRITE) == config.requested(WRITE) == ("eager",)
 
 
@@ -319,7 +319,7 @@ def test_the_environment_and_the_file_are_read_once_and_again_on_request(monkeyp
     monkeypatch.setenv(config.BACKEND_VARIABLE, "eager")
     path = tmp_path / "pyproject.toml"
     path.write_text('[tool.ragged_attention.backend]\nwrite_kv_pages = "xla"')
-    for module in (os, Path):  # nothing is asked for again
+    for module in (os, Path):  # the file is not read again
         monkeypatch.setattr(module, "getcwd" if module is os else "read_bytes", lambda *given: pytest.fail("read"))
     assert (config.requested(ATTENTION), config.requested(WRITE)) == (("triton",), ("triton",))
     assert config.state() == before
@@ -332,7 +332,7 @@ def test_the_environment_and_the_file_are_read_once_and_again_on_request(monkeyp
 
 
 def test_equal_requests_are_one_state():
-    """Plans are kept by it: a block made anew for each call must find them."""
+    """Equal requests have equal states, so that a new block for each call finds the plans that are cached by state."""
     plain = config.state()
     states = []
     for _ in range(2):
@@ -394,7 +394,10 @@ def make_blocks() -> list[ra.use_backend]:
 
 
 def test_constructing_a_block_changes_nothing():
-    """pytest makes a warning an error."""
+    """A `use_backend` block that is only constructed changes nothing and warns of nothing.
+
+    pytest turns warnings into errors.
+    """
     ra.set_backend("xla")
     before = config.state()
     blocks = make_blocks()
@@ -417,7 +420,7 @@ OLD_FORMS = (
 )
 
 
-@pytest.mark.parametrize("mode", ["exec", "single"])  # as in a file, and as at a prompt or in a notebook
+@pytest.mark.parametrize("mode", ["exec", "single"])  # "exec" as in a file, "single" as at a prompt or in a notebook
 @pytest.mark.parametrize("text", OLD_FORMS)
 def test_the_deprecated_statement_sets_the_backend_and_warns(capsys, text, mode):
     ra.set_backend("cuda")

@@ -1,4 +1,4 @@
-"""What `ragged-attention conformance` prints, writes and returns."""
+"""The output, files and exit status of `ragged-attention conformance`."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ Judge = Callable[..., int]
 
 @pytest.fixture
 def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
-    """Run the command on the partial backend with a fault."""
+    """A function that runs the command on the partial backend with a fault."""
 
     def run(fault: str, *arguments: str) -> int:
         partial_backend.plant(monkeypatch, fault)
@@ -34,13 +34,15 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Judge]:
 def test_all_that_could_be_judged_passed(judge: Judge, capsys: pytest.CaptureFixture[str]) -> None:
     assert judge("", "--only", "law: p") == 0
     printed = capsys.readouterr().out
-    # Parts merge, and packed sequences attend, by operations that the backend lacks.
+    # The laws about partial results and packed sequences need operations that the backend lacks.
     assert re.search(r"^2 passed, \d+ declined, 0 FAILED$", printed, re.MULTILINE)
     assert re.search(r"\d+ batches were declined; the commonest reasons are: .*does not honour num_seqs \(", printed)
 
 
 def test_a_failure_is_told_in_full(judge: Judge, capsys: pytest.CaptureFixture[str]) -> None:
-    assert judge("lse in base 2", "--only", "pages may be") == 0  # it compares the backend with itself
+    assert (
+        judge("lse in base 2", "--only", "pages may be") == 0
+    )  # passes, because the law compares the backend with itself
     capsys.readouterr()
     assert judge("lse in base 2", "--only", "attention on drawn") == 1
     printed = capsys.readouterr().out
@@ -53,7 +55,7 @@ def test_a_failure_is_told_in_full(judge: Judge, capsys: pytest.CaptureFixture[s
 
 def test_nothing_could_be_judged(judge: Judge) -> None:
     assert judge("", "--only", "write on drawn") == 2
-    assert judge("", "--only", "attention, window of 1") == 2  # of another dtype
+    assert judge("", "--only", "attention, window of 1") == 2  # its batch has an unsupported dtype
 
 
 @pytest.mark.parametrize("wrong", [("--examples", "0"), ("--framework", "numpy"), ("--no-such-option",)])
@@ -83,7 +85,7 @@ def test_the_first_failure_ends_a_run(judge: Judge, tmp_path: Path) -> None:
 
 def test_junit_has_every_check(judge: Judge, tmp_path: Path) -> None:
     assert judge("lse in base 2", "--only", "attention ", "--junit", str(tmp_path / "it.xml")) == 1
-    # The backend takes no scale pages, so what is drawn with them becomes what it takes.
+    # The backend takes no scale pages, so random batches with them are changed to batches without them.
     (suite,) = ElementTree.parse(tmp_path / "it.xml").getroot()
     cases = {case.get("name"): case for case in suite}
     assert suite.attrib.items() >= {"name": "torch-partial", "tests": str(len(cases)), "failures": "2"}.items()

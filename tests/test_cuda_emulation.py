@@ -1,7 +1,8 @@
-"""The CUDA kernels' own code against the definition, by the emulation of a GPU, in each of its modes.
+"""The code of the CUDA kernels agrees with the reference in the GPU emulation, in each of its modes.
 
-In the default profile each check of latent attention judges what torch gives in one of the modes, and a fourth of them
-what jax gives; in the larger ones all do in every mode. What the judge is worth is shown on mutants.
+In the default profile, each check of latent attention runs through torch in one of the modes, and a fourth of the
+checks also run through jax. In the larger profiles all checks run through both in every mode. That these checks catch
+faults is tested in tests/test_cuda_mutants.py.
 """
 
 import itertools
@@ -22,8 +23,8 @@ if reason := cuda_emulator.missing():
 RUNNERS = cuda_emulator.runners("cuda", None, "cpu")
 DEV = examples_of() == PROFILES["dev"]
 EXAMPLES = {"torch": examples_of() // 5, "jax": 1 if DEV else examples_of() // 20}
-EVERY = {"torch": 3 if DEV else 1, "jax": 12 if DEV else 1}  # of the checks, so many-th
-OTHERS = ("quantize", "dequantize", "write latents", "latents,", "slots")  # operations that the kernels are not of
+EVERY = {"torch": 3 if DEV else 1, "jax": 12 if DEV else 1}  # every n-th check runs in a mode
+OTHERS = ("quantize", "dequantize", "write latents", "latents,", "slots")  # checks of operations without a CUDA kernel
 CHECKS = [
     check
     for check in itertools.chain(mla_suite.corners(), mla_suite.agreement(), mla_suite.laws())
@@ -32,7 +33,7 @@ CHECKS = [
 
 
 def judged(runner: EmulatedRunner, checks: list[Check]) -> int:
-    """How many batches the kernels took, all of them rightly."""
+    """The number of batches that the kernels accepted, after an assertion that all results are right."""
     found = [verdicts.verdict_of(runner, check, EXAMPLES[runner.framework]) for check in checks]
     wrong = [f"{verdict.check}: {verdict.message}" for verdict in found if verdict.result == "FAILED"]
     assert not wrong, "\n".join(wrong)
@@ -61,7 +62,7 @@ def test_the_kernels_agree_with_the_definition(emulated: EmulatedRunner, kind: s
     ],
 )
 def test_every_operation_is_judged(some: str) -> None:
-    """None of them passes because it declines all."""
+    """The kernels of each operation accept some batches, so no check passes only because all are declined."""
     assert judged(EmulatedRunner(framework="torch"), [check for check in CHECKS if some in check.name])
 
 
@@ -75,8 +76,11 @@ def test_no_index_makes_them_touch_what_is_not_theirs(emulated: EmulatedRunner) 
 @pytest.mark.parametrize("num_keys", [1, 3, 70])
 @pytest.mark.parametrize("exponent", [-60, -9, 122, 125])
 def test_sums_of_fp8_rows_are_exact_whatever_their_scales(exponent: int, num_keys: int, heads: int) -> None:
-    """They are sums of weights from which the scales are taken off, so scales of any size must leave room for both ends
-    of float32, and those of usual size for what an lse near 0 has behind the point."""
+    """Sums are exact whatever the scales of the rows.
+
+    The kernels sum weights without their scales. With scales of any size the sums must stay within the range of
+    float32, and with scales of usual size they must keep the digits of an lse near 0.
+    """
     torch = pytest.importorskip("torch")
     from ragged_attention.torch import mla_decode
 

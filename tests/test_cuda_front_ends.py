@@ -1,7 +1,7 @@
-"""The CUDA kernels as both front ends call them: what is taken, how work is split, what reaches the C ABI and XLA.
+"""Both front ends of the CUDA kernels: accepted calls, the division of work, and the arguments of the C ABI and XLA.
 
-Most of it is judged with `plain_abi.cc`, plain loops in place of the kernels, which sees a call as the C ABI describes
-it and refuses what that does not allow.
+Most tests use `plain_abi.cc`, which implements the C ABI with plain loops in place of the kernels. It refuses calls
+that the ABI does not allow.
 """
 
 import contextlib
@@ -60,7 +60,7 @@ PREFILL = PrefillSpec(heads=6, kv_heads=2, d_qk=576, d_v=512, dtype="bfloat16", 
 
 @pytest.fixture(scope="module")
 def plain_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The C ABI by plain loops, as a library with a name of its own."""
+    """The path of a library that implements the C ABI with plain loops; its name contains a digest of the source."""
     if (gxx := toolchain.gxx()) is None:
         pytest.skip(toolchain.NO_GXX)
     source = Path(__file__).with_name("plain_abi.cc")
@@ -72,13 +72,13 @@ def plain_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[Any, Any]:
-    """What `compile` has loaded over the plain loops, apart from what is over the kernels."""
+    """The libraries that are loaded on top of the plain library, separate from those for the kernels."""
     return {}
 
 
 @pytest.fixture
 def plain(plain_library: Path, loaded: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """In place of the emulation, with the FFI library over it."""
+    """The plain library, installed in place of the emulation, with its own FFI library."""
     library = _abi.bind(ctypes.CDLL(str(plain_library)))
     monkeypatch.setattr(_native, "emulation", lambda: library)
     monkeypatch.setattr(compile, "cache_folder", lambda: plain_library.parent)
@@ -98,7 +98,7 @@ def front(request: pytest.FixtureRequest) -> Runner:
     return Runner(framework=request.param, backend="cuda")
 
 
-# ---- what is taken
+# ---- accepted calls
 
 
 def refusal(operation: str, device: Device = HOPPER, **sample: Any) -> str | None:
@@ -107,7 +107,7 @@ def refusal(operation: str, device: Device = HOPPER, **sample: Any) -> str | Non
 
 @pytest.fixture
 def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the kernels can be built."""
+    """Pretend that the kernels can be built on this machine."""
     monkeypatch.setattr(_native, "why_not", lambda: None)
 
 
@@ -199,7 +199,7 @@ def test_other_widths_are_refused(operation: str) -> None:
 @pytest.mark.usefixtures("nothing_missing")
 @pytest.mark.parametrize(("cache_format", "row"), [("plain", 1152), ("fp8_v32", 656)])
 def test_a_cache_of_more_than_64_gib_is_refused(cache_format: str, row: int) -> None:
-    most = (2**36 - 16) // row // 64  # pages
+    most = (2**36 - 16) // row // 64  # the largest number of pages
 
     def ask(pages: int) -> str | None:
         cache = (
@@ -251,7 +251,7 @@ def test_only_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "* triton     chosen" in lines
 
 
-# ---- how work is split
+# ---- the division of work
 
 
 def test_few_heads_have_a_kernel_of_their_own() -> None:
@@ -268,7 +268,7 @@ def test_few_heads_have_a_kernel_of_their_own() -> None:
 
 @pytest.mark.parametrize("num_seqs", [1, 4, 8, 16, 64])
 def test_with_few_heads_all_multiprocessors_have_work(num_seqs: int) -> None:
-    """Lists of 2048 keys, so 32 blocks each."""
+    """With few heads and lists of 2048 keys, which are 32 blocks each, all multiprocessors have work."""
     sample: Any = {"cache_format": "fp8_v32", "num_q_heads": 16, "num_tokens": num_seqs, "topk": 2048}
     num_splits = splits_of("mla_decode", max_num_seqs=num_seqs, **sample)
     assert min(32 * num_seqs, 120) <= num_splits * num_seqs <= 132
@@ -310,7 +310,7 @@ def test_kinds_are_of_static_facts() -> None:
     )
 
 
-# ---- what reaches the C ABI
+# ---- arguments of the C ABI
 
 CASES = [
     DENSE,
@@ -384,7 +384,7 @@ def test_a_schedule_without_parts_divides_nothing(front: Runner) -> None:
 
 @pytest.mark.usefixtures("emulating")
 def test_a_code_becomes_an_exception_with_the_shapes(front: Runner) -> None:
-    """Here the code of something that `plain_abi.cc` refuses, a scale of 700."""
+    """An error code becomes an exception that lists the shapes; here `plain_abi.cc` refuses a scale of 700."""
     with pytest.raises(
         RuntimeError, match=r"ra_mla_decode_dense failed with code 1008, said by plain_abi.cc: "
     ) as raised:
@@ -394,7 +394,7 @@ def test_a_code_becomes_an_exception_with_the_shapes(front: Runner) -> None:
 
 
 def test_outside_the_emulation_a_cpu_is_refused_again(plain: ctypes.CDLL, front: Runner) -> None:
-    """Plans and traces of calls inside do not serve calls outside."""
+    """After `emulating()` a CPU is refused again: plans and traces from inside are not reused outside."""
     batch = DENSE.build()
     arguments = {name: front._bring(batch, name, value) for name, value in batch.arguments().items()}
 
@@ -415,7 +415,7 @@ def test_a_launcher_refuses_a_cpu_too(plain: ctypes.CDLL) -> None:
         assert _latent.DENSE.on("cpu").__name__ == plain.ra_mla_decode_dense.__name__
 
 
-# ---- torch's side
+# ---- the torch front end
 
 
 def test_rows_are_copied_only_where_they_must_be() -> None:
@@ -425,18 +425,18 @@ def test_rows_are_copied_only_where_they_must_be() -> None:
     base = torch.zeros(6, 4, 2, 576 + 8, dtype=torch.bfloat16)
     kept = [
         base,
-        base[..., :576],  # rows apart, by a multiple of 16 bytes
+        base[..., :576],  # the row stride is a multiple of 16 bytes
         base[::2, :, :, 8:],
         base.transpose(0, 1),
-        torch.as_strided(base, (3, 1, 576), (584, 7, 1)),  # nobody steps along an axis of one
+        torch.as_strided(base, (3, 1, 576), (584, 7, 1)),  # the stride of an axis of size 1 does not matter
         torch.as_strided(base, (1, 1), (3, 5)),
         base[:0],
         base[:1].expand(5, 4, 2, 584),
     ]
     copied = [
-        base[..., 4:580],  # rows begin in between
+        base[..., 4:580],  # rows are not aligned to 16 bytes
         torch.as_strided(base, (3, 2, 576), (584, 580, 1)),
-        torch.as_strided(base, (3, 576), (1152, 2)),  # entries apart
+        torch.as_strided(base, (3, 576), (1152, 2)),  # the last stride is 2
     ]
     for tensor in kept:
         assert LAUNCHER.aligned(tensor) is tensor
@@ -473,7 +473,7 @@ def test_what_is_strided_is_read_where_it_lies() -> None:
 
 
 def test_a_gpu_gets_its_own_device_and_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done on a GPU, with a stand-in for one."""
+    """A call on a (fake) GPU runs on that device and its current stream."""
     torch = pytest.importorskip("torch")
     from ragged_attention.torch._launcher import LAUNCHER
 
@@ -502,7 +502,7 @@ def test_a_gpu_gets_its_own_device_and_stream(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [("device", there), (4096, None, result.data_ptr(), 4, 78), "left"]
 
 
-# ---- jax's side
+# ---- the jax front end
 
 
 def jax_case(seed: int = 0) -> tuple[Any, ...]:
@@ -601,7 +601,7 @@ def test_lowering_without_a_toolchain_says_what_is_missing(monkeypatch: pytest.M
     assert "ra_mla_decode_dense" not in text
 
 
-# ---- what the FFI library refuses
+# ---- refusals of the FFI library
 
 OPERANDS, RESULTS = _abi.Latent.OPERANDS, _abi.Latent.RESULTS
 SHAPES = {
@@ -631,7 +631,7 @@ NUMBERS = {
 
 
 def called(function: str = "ra_mla_decode_dense", drop: str = "", numbers: Any = None, **changes: Any) -> Any:
-    """An FFI call like the launcher's, some of it changed."""
+    """The result of an FFI call like the launcher's, with some arguments changed."""
     jax = pytest.importorskip("jax")
     from ragged_attention.jax._launcher import _target
 
@@ -732,7 +732,7 @@ def test_the_ffi_library_refuses_schedules_that_do_not_fit(
 
 @pytest.mark.usefixtures("plain")
 def test_on_a_gpu_the_ffi_library_asks_for_the_stream(plain_library: Path) -> None:
-    """The library as it is built for GPUs, which a CPU has no stream for."""
+    """The FFI library that is built for GPUs requests the stream, so that a call on a CPU fails."""
     jax = pytest.importorskip("jax")
     recipe = compile.ffi_recipe(jax.ffi.include_dir(), plain_library)
     library = ctypes.CDLL(str(compile.build(recipe)))
@@ -755,7 +755,7 @@ REAL = [
 
 @pytest.fixture
 def emulation() -> Iterator[None]:
-    """The kernels' own code on the CPU's threads."""
+    """Run the code of the kernels in the emulation, on CPU threads."""
     if reason := toolchain.missing_to_emulate():
         pytest.skip(reason)
     with _native.emulating():

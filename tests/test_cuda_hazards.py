@@ -1,4 +1,4 @@
-"""Readers of machine code find what must not stand in it, and let pass what may: each is shown a planted fault."""
+"""The checks of machine code report planted hazards and accept code without hazards."""
 
 import re
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ import pytest
 from benchmarks.compiled import chains, cuda_sass, flash_mla, hazards, sass
 from ragged_attention.errors import BackendMissing
 
-FREE = 7  # no barrier
+FREE = 7  # the code for "no barrier"
 
 
 def control(stall: int = 1, sets: int = FREE, waits: Sequence[int] = ()) -> int:
-    """The bits of a listing that say when an instruction is issued."""
+    """The control bits of an instruction: its stall cycles, the barrier that it sets and those that it waits for."""
     return (stall | sets << 5 | FREE << 8 | sum(1 << barrier for barrier in waits) << 11) << sass.CONTROL
 
 
 def listing(*lines: str | tuple[str, int]) -> list[sass.Instruction]:
-    """Instructions, one after the other, each with its control bits where they matter."""
+    """The instructions of a listing; a line may give its control bits."""
     text = ""
     for number, line in enumerate(lines):
         code, bits = line if isinstance(line, tuple) else (line, control())
@@ -29,7 +29,7 @@ def listing(*lines: str | tuple[str, int]) -> list[sass.Instruction]:
 
 ARRIVE = "WARPGROUP.ARRIVE"
 LOGITS = "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], R24, gsb0"  # registers 24 to 55
-VALUES = "HGMMA.64x256x16.F32.BF16 R56, R8, gdesc[UR4], R56, gsb0"  # registers 56 to 183, from 8 to 11
+VALUES = "HGMMA.64x256x16.F32.BF16 R56, R8, gdesc[UR4], R56, gsb0"  # writes registers 56 to 183, reads 8 to 11
 SETTLE = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
 
 
@@ -66,7 +66,7 @@ def test_products_are_ordered_behind_writes() -> None:
 
 
 def producer(*lines: str | tuple[str, int]) -> list[sass.Instruction]:
-    """A loop that waits for its turn and stores what it loads."""
+    """A producer's loop that waits for a barrier, runs `lines` and stores R4."""
     return listing("SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR4], R2", *lines, "STS [R2], R4", "@P1 BRA 0x0", "EXIT")
 
 
@@ -89,7 +89,7 @@ def test_a_load_that_was_issued_long_before_costs_nothing() -> None:
     used = ((USE, control(waits=[0])), (USE, control(waits=[1])))
     meanwhile = [("MOV R8, R9", control(stall=15))] * (hazards.EXPOSED // 15 + 1)
     assert hazards.found(producer(first, *meanwhile, used[0], second, used[1])) == []
-    # In the turn before: it is asked for behind its use.
+    # Each load follows its use, so the loop uses the value that the previous iteration loaded.
     assert hazards.found(producer(used[0], first, second, used[1])) == []
 
 

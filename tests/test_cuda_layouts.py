@@ -1,4 +1,4 @@
-"""Descriptors of wgmma and tensor maps of TMA address what the kernels mean, which no emulation shows."""
+"""wgmma descriptors and TMA tensor maps address the intended elements, which the emulation cannot show."""
 
 import ctypes
 import itertools
@@ -15,9 +15,9 @@ from ragged_attention.testing import cuda_emulator
 if reason := cuda_emulator.missing():
     pytest.skip(f"the emulation cannot be built: {reason}", allow_module_level=True)
 
-ROWS, VALUES = range(6), range(6, 12)  # operands in `wrong_elements`, by where K lies
-STRIDE, LEADING, SWIZZLE = 1, 2, 3  # faults to plant
-SWIZZLE_128B = 3  # the driver's number
+ROWS, VALUES = range(6), range(6, 12)  # operands in `wrong_elements`: K-major rows, then MN-major values
+STRIDE, LEADING, SWIZZLE = 1, 2, 3  # numbers of the faults to plant
+SWIZZLE_128B = 3  # the driver's code for this swizzle
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_products_of_a_warp_are_of_the_elements_that_cute_says(layouts: ctypes.C
 
 
 def tensor_map(layouts: ctypes.CDLL, *numbers: int, tile: tuple[int, ...] = (0, 0, 0, 0), shift: int = 0):
-    """The code, the byte of a tile and its box, of a cache whose strides are counted in elements."""
+    """The status code, a tile's byte offset and the box of the map of a cache; strides are in elements."""
     memory = np.zeros(4096, np.uint8)
     address = memory.ctypes.data + -memory.ctypes.data % 1024 + shift
     given, where = np.array(numbers, np.int64), np.array(tile, np.int64)
@@ -57,7 +57,7 @@ def tensor_map(layouts: ctypes.CDLL, *numbers: int, tile: tuple[int, ...] = (0, 
     return layouts.tensor_map(ctypes.c_void_p(address), *pointers), int(byte[0]), box.tolist()
 
 
-CACHES = {  # pages, page size, KV heads; strides of page, slot, head
+CACHES = {  # pages, page size, KV heads; strides of a page, a slot and a head, in elements
     "packed": (1000, 64, 1, 64 * 576, 576, 576),
     "two heads": (7, 128, 2, 128 * 1152, 1152, 576),
     "a row between pages": (1000, 64, 1, 65 * 576, 576, 576),

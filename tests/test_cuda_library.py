@@ -1,6 +1,6 @@
-"""The library that nvcc makes of the CUDA kernels: that it loads without a driver and shows its ABI alone.
+"""The library of CUDA kernels that nvcc builds loads without a driver and exports only its ABI.
 
-Building takes minutes. `make test` takes the library that `make cuda-compile` has built; the other tiers build it.
+Building takes minutes. `make test` uses the library that `make cuda-compile` has built; the other tiers build it.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""The emulated machine says what a kernel may not do, and does what the hardware does where that is defined."""
+"""The emulated machine reports what a kernel must not do, and otherwise behaves like the hardware."""
 
 import ctypes
 import itertools
@@ -16,7 +16,7 @@ if reason := cuda_emulator.missing():
     pytest.skip(f"the emulation cannot be built: {reason}", allow_module_level=True)
 
 DEADLOCK, NO_KERNEL = -3, -2
-# In the order of `Deed` in cuda_machine.cc.
+# The expected reports, in the order of `Deed` in cuda_machine.cc.
 REPORTS = (
     "32 for barrier 9 of 64 threads",
     "block 0, thread 0: expected 64 threads at barrier 9 as before, got 96",
@@ -43,7 +43,7 @@ REPORTS = (
 )
 UNFENCED, COPIED, FENCED, ARRIVED = range(len(REPORTS), len(REPORTS) + 4)
 MODES = range(len(_native.MODES))
-LAST, UNKNOWN = MODES[-1], 6  # in the last mode an mbarrier that is not known yet is not made yet either
+LAST, UNKNOWN = MODES[-1], 6  # in the last mode no barrier is made before it is visible, so deed 6 cannot occur
 CASES = [(deed, mode) for deed in range(len(REPORTS)) for mode in MODES if (deed, mode) != (UNKNOWN, LAST)]
 
 
@@ -69,7 +69,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 
 
 def judged(machine: ctypes.CDLL, deed: int, mode: int = 0) -> tuple[int, str, np.ndarray]:
-    """The code of a deed, the report, and the sums that it left."""
+    """The error code of a deed, its report and the sums that it computed."""
     memory, sums = np.zeros(8192 + 16, np.uint8), np.zeros((64, 64), np.float32)
     address = memory.ctypes.data + -memory.ctypes.data % 16
     machine.ra_emulate(mode, 0)
@@ -81,7 +81,7 @@ def judged(machine: ctypes.CDLL, deed: int, mode: int = 0) -> tuple[int, str, np
 def test_what_is_not_defined_is_reported(machine: ctypes.CDLL, deed: int, mode: int) -> None:
     code, report, _ = judged(machine, deed, mode)
     assert code == DEADLOCK
-    # In the last mode another thread may be the first.
+    # In the last mode another thread may be the first to fail.
     expected = REPORTS[deed].partition(": ")[2] if mode == LAST and ", thread" in REPORTS[deed] else REPORTS[deed]
     assert expected in report
 
@@ -89,7 +89,10 @@ def test_what_is_not_defined_is_reported(machine: ctypes.CDLL, deed: int, mode: 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("honest", "faulty"), [(FENCED, UNFENCED), (ARRIVED, COPIED)])
 def test_products_see_what_a_fence_covers(machine: ctypes.CDLL, honest: int, faulty: int, mode: int) -> None:
-    """A fence covers what its thread has written and what it was told of, which copies' own arrivals do not tell."""
+    """Products see writes of the fencing thread, and of threads whose arrival at a barrier it waited for.
+
+    They see NaN if there is no fence, or if only the copies' own asynchronous arrivals precede the fence.
+    """
     code, report, sums = judged(machine, honest, mode)
     assert (code, report) == (0, "no error")
     assert (sums == 64).all()
@@ -104,7 +107,7 @@ def test_functions_are_as_approximate_as_the_hardware_s(machine: ctypes.CDLL, fu
     found = np.array([machine.approximate(function, float(x)) for x in arguments], np.float32)
     wanted = exact(arguments.astype(np.float64)).astype(np.float32)
     ulps = np.abs(found - wanted) / np.spacing(np.abs(wanted))
-    assert 1 < ulps.max() <= 3  # 2, and the rounding of what is exact
+    assert 1 < ulps.max() <= 3  # an error of 2 ulps, and the rounding of the exact value
     assert (ulps > 0).mean() > 0.5
 
 

@@ -1,4 +1,4 @@
-"""The emulation and the suite catch faults in our own CUDA kernels: each has one planted, and must fail."""
+"""The emulation and the suite catch planted faults in our own CUDA kernels: each mutant must fail a check."""
 
 import os
 import subprocess
@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 
 needs_emulation = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 DEV = examples_of() == PROFILES["dev"]
-# In the default profile a few, and for the sanitizer one kernel, others than are judged without it; the texts that the
-# faults replace are looked for all the same.
+# The default profile runs a few mutants, and one other kernel with the sanitizer. The texts that all mutants replace
+# are searched for in every profile.
 JUDGED = list(MUTANTS)[4::22] if DEV else list(MUTANTS)
 CLEAN = ["honest dense"] if DEV else list(HONEST)
 PASSING = ["honest lists"] if DEV else list(HONEST)
@@ -27,14 +27,14 @@ RACY = list(RACES)[:1] if DEV else list(RACES)
 
 
 def built(folder: Path, name: str, *, sanitized: bool = False) -> None:
-    """A library with a fault, its cache beside it so that nothing is left in the user's."""
+    """Build a library with a fault, with a cache in the same folder so that nothing remains in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
         build({**HONEST, **MUTANTS, **RACES}[name], folder / "csrc", sanitized)
 
 
 def judged(folder: Path, name: str, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The verdict on a mutant, from a process of its own: what is faulty may end it."""
+    """The finished process that has checked a mutant; it is separate, because a fault may crash it."""
     command = [sys.executable, "-m", "tests.cuda_mutants", name, str(folder / "csrc"), *flags]
     surroundings: Mapping[str, str] = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")} | environ
     return subprocess.run(command, capture_output=True, text=True, env=surroundings, timeout=600, check=False)
@@ -64,9 +64,9 @@ def sanitizer() -> Mapping[str, str]:
     library = Path(asked.stdout.strip())
     if not library.is_absolute():
         pytest.skip(f"{compiler} comes without libtsan")
-    # Fibers that are gone when a process ends are no leaked threads.
+    # ThreadSanitizer would report fibers that remain at the end of a process as leaked threads.
     environ = {"LD_PRELOAD": str(library), "TSAN_OPTIONS": "halt_on_error=1 report_thread_leaks=0"}
-    environ["OPENBLAS_NUM_THREADS"] = "1"  # the definition's products are not what is judged
+    environ["OPENBLAS_NUM_THREADS"] = "1"  # products of the reference implementation need not be checked for races
     command = [sys.executable, "-c", ""]
     started = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False)
     if started.returncode:

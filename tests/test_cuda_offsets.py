@@ -1,7 +1,7 @@
-"""Arrays of more than 2^31 elements: no product of an index and a stride is computed in 32 bits.
+"""With arrays of more than 2^31 elements, no product of an index and a stride is computed in 32 bits.
 
-Nothing is computed at that size. Operands lie far apart in memory that is mapped but never touched, and must give the
-bits that the same operands give side by side; of a grid with too many results only the last thread blocks run.
+Nothing is computed at that size. The entries of operands lie far apart in memory that is mapped but mostly untouched,
+and must give the same bits as packed operands. If a grid has too many results, only its last thread blocks run.
 """
 
 import ctypes
@@ -18,8 +18,8 @@ from ragged_attention.testing import cuda_emulator
 if reason := cuda_emulator.missing():
     pytest.skip(f"the emulation cannot be built: {reason}", allow_module_level=True)
 
-NO_RESERVE = 0x4000  # MAP_NORESERVE, which `mmap` does not name
-FAR = 2**31 + 64  # elements
+NO_RESERVE = 0x4000  # MAP_NORESERVE, which `mmap` lacks before Python 3.13
+FAR = 2**31 + 64  # a stride in elements that exceeds 32 bits
 EVERY_BLOCK = 2**63 - 1
 
 
@@ -32,7 +32,7 @@ def emulation() -> Iterator[ctypes.CDLL]:
 
 
 def mapped(count: int, dtype: Any) -> np.ndarray:
-    """So many zeros, of which only those take memory that are touched."""
+    """`count` zeros in mapped memory, of which only touched pages take memory."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
     return np.frombuffer(mmap.mmap(-1, count * np.dtype(dtype).itemsize, flags=flags), dtype)
 
@@ -51,7 +51,7 @@ def steps(array: np.ndarray) -> list[int]:
 
 
 def attend(library: ctypes.CDLL, name: str, given: dict[str, np.ndarray], **numbers: int) -> list[np.ndarray]:
-    """A call with the arrays as they lie, in one part for each sequence; returns out and lse."""
+    """Out and lse of a call that uses the arrays' strides, with one part for each sequence."""
     q, kv, lists, lens = (given[name] for name in ("q", "kv", "lists", "lens"))
     num_seqs, num_q_tokens, num_q_heads, d_qk = q.shape
     out = np.zeros((num_seqs, num_q_tokens, num_q_heads, 512), np.uint16)
@@ -77,7 +77,7 @@ def attend(library: ctypes.CDLL, name: str, given: dict[str, np.ndarray], **numb
 
 
 def bits(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Random bfloat16."""
+    """Random bfloat16 numbers as uint16."""
     return (rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -86,7 +86,7 @@ def floats(bfloats: np.ndarray) -> np.ndarray:
 
 
 def rows_fp8(rng: np.random.Generator, *shape: int) -> np.ndarray:
-    """Rows of an `fp8_v32` cache."""
+    """Random rows of an `fp8_v32` cache."""
     rows = rng.integers(0, 120, (*shape, 656), np.uint8)
     rows[..., 512:528] = rng.uniform(0.5, 2, (*shape, 4)).astype(np.float32).view(np.uint8)
     rows[..., 528:] = bits(rng, *shape, 64).view(np.uint8)
@@ -147,7 +147,7 @@ def test_operands_that_lie_far_apart(emulation: ctypes.CDLL, case: str) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_results_that_lie_far_apart(emulation: ctypes.CDLL, splits: int) -> None:
-    """The last two of 2^22 sequences, which all read the same operands."""
+    """The last two of 2^22 + 2 sequences, which all read the same operands, have the right results."""
     name, given = dense(64)
     given = {
         "q": given["q"][:1, :1, :1],

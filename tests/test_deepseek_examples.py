@@ -1,4 +1,4 @@
-"""The examples of DeepSeek's sparse attention: they agree with dense attention, and notice mistakes."""
+"""The examples of DeepSeek's sparse attention agree with dense attention and notice mistakes."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ from tests.scripts import EXAMPLES
 
 @pytest.fixture(autouse=True)
 def beside_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examples import what stands beside them, as they do when they are run as scripts."""
+    """Let examples import their neighbours, as they do when they are run as scripts."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
@@ -46,7 +46,7 @@ def test_compressed_attention_agrees_with_dense_attention(heads, capsys):
 
 
 def test_compressed_attention_with_rows_to_spare(capsys):
-    """The list is longer than what there is to choose from, and the window longer than the prompt."""
+    """The example works if its lists are longer than the available rows and its window longer than the prompt."""
     arguments = ["--topk", "40", "--window", "128", "--prompt", "30"]
     assert loaded("deepseek_v4_attention")["main"](arguments) == 0
     assert "prefill of 50 tokens in 2 sequences; compressed rows per token: 0 to 7; " in capsys.readouterr().out
@@ -60,7 +60,7 @@ def test_compressed_attention_runs_on_triton(capsys):
 
 
 def without(right: Any, argument: str) -> Any:
-    """An operation that ignores an argument."""
+    """A version of the operation `right` that ignores an argument."""
 
     def wrong(*args: Any, **named: Any) -> Any:
         named.pop(argument, None)
@@ -100,7 +100,7 @@ def test_a_layer_that_is_off_is_noticed(example, factor, bound, capsys, monkeypa
     right = found["Layer"].output
 
     def wrong(self: Any, attended: Any, *positions: Any) -> Any:
-        """Off where it is not what results are compared with."""
+        """The layer's output, wrong by a factor except in float64, in which the reference result is computed."""
         return right(self, attended, *positions) * (1 if str(attended.dtype) == "torch.float64" else factor)
 
     monkeypatch.setattr(found["Layer"], "output", wrong)
@@ -132,13 +132,13 @@ def test_a_compressed_row_in_a_wrong_place_is_noticed(capsys, monkeypatch):
     main = loaded("deepseek_v4_attention")["main"]
     names = main.__globals__
     right = names["recent_tokens"]
-    # In the cache, whose numbers are of several sequences, not in what it is compared with.
+    # The fault affects the cache, which holds several sequences, but not the reference of a single sequence.
     monkeypatch.setitem(names, "recent_tokens", lambda hidden, *args: right(hidden.roll(len(hidden) - 1, 1), *args))
     failed(main, "", "expected the layer's output within 0.0625 of its norm, got 0", capsys)
 
 
 def failed(main: Any, stage: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that ends after the stage, with a message that matches."""
+    """Assert that the example fails after a stage, with a matching message."""
     assert main(["--prompt", "40", "--new-tokens", "1"]) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith(stage)

@@ -1,4 +1,4 @@
-"""The demo: pages and their holders, the scheduler against a model that only remembers, and the command itself."""
+"""The demo: its page allocator, its scheduler with a model that only remembers tokens, and its command."""
 
 import dataclasses
 import functools
@@ -76,7 +76,7 @@ ACTIONS = st.tuples(st.sampled_from(("take", "share", "publish", "release")), st
 
 @given(st.integers(1, 5), st.lists(ACTIONS, max_size=60))
 def test_pages_agree_with_a_list_of_holders(num_pages, actions):
-    """Whatever is done: counts follow the holders, and a shared page has the content asked for."""
+    """After any actions, reference counts match the holders, and a shared page has the requested content."""
     pages = PageAllocator(num_pages)
     held: list[int] = []
     content: dict[int, bytes] = {}
@@ -110,19 +110,19 @@ def test_pages_agree_with_a_list_of_holders(num_pages, actions):
 
 
 def following(history: list[int]) -> int:
-    """The token after a history, depending on all of it; now and then the end."""
+    """The token that follows a history, which depends on all of it; sometimes STOP."""
     mixed = sum((place + 1) * token for place, token in enumerate(history))
     return STOP if mixed % 13 == 0 else 97 + mixed % 3
 
 
 def context(before: int, token: int) -> int:
-    """What a token's keys and values stand for: itself and, through `before`, all tokens in front of it."""
+    """A hash in place of a token's keys and values; `before` is the previous token's, so it covers the whole prefix."""
     return hash((before, token))
 
 
 @dataclasses.dataclass
 class Memory:
-    """A model that writes tokens and their contexts into pages, and reads the whole history back through the tables."""
+    """A model that stores tokens and their contexts in pages and reads each history back through the page tables."""
 
     limits: Limits
 
@@ -169,7 +169,7 @@ class Memory:
 
 
 def alone(prompt: bytes, max_new_tokens: int) -> list[int]:
-    """What a sequence must become, whoever it is served with."""
+    """The tokens that a sequence must have at the end, whatever else is served with it."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         tokens.append(following(tokens))
@@ -206,7 +206,10 @@ REQUESTS = st.lists(
 
 @given(LIMITS, REQUESTS, st.booleans())
 def test_the_engine_serves_each_sequence_as_if_it_were_alone(limits, requests, common):
-    """Through chunks, mixed steps, shared prefixes and lost pages; and all pages come back."""
+    """Each sequence gets the tokens that it has alone, and all pages are returned at the end.
+
+    The runs have chunks, mixed steps, shared prefixes and preempted pages.
+    """
     beginning = "abba" * common
     arrivals = [
         (arrives, Sequence(number, f"{beginning}{text}".encode()[: limits.max_len - new], new))
@@ -231,7 +234,10 @@ def test_a_common_prefix_is_computed_once():
     reports = serve(engine, [(0, first), (1, second)])
     assert [report.shared_hits for report in reports[:2]] == [0, 3]
     assert reports[0].prefill_tokens == 13
-    assert (reports[1].prefill_tokens, reports[1].decode_tokens) == (2, 1)  # mixed, and only the rest of it
+    assert (reports[1].prefill_tokens, reports[1].decode_tokens) == (
+        2,
+        1,
+    )  # a mixed step that prefills only the unshared rest
 
 
 def test_without_free_pages_sequences_wait_and_lose_theirs_but_all_end():
@@ -257,7 +263,7 @@ def test_what_can_never_be_served_is_refused():
 
 
 def numbers(pattern: str, output: str) -> list[int]:
-    """The numbers that a line of the output holds."""
+    """The numbers that a pattern captures from the output."""
     found = re.search(pattern, output)
     assert found, output
     return [int(number) for number in found.groups()]
@@ -383,7 +389,7 @@ def test_the_first_model_has_grouped_queries_and_the_second_caches_little():
     assert weights["q"].shape[2] > weights["k"].shape[2]
     weights = load_weights("mla")
     num_layers, _, width = weights["latent"].shape
-    assert width < weights["k"].shape[2] * weights["k"].shape[3]  # than the keys of all heads
+    assert width < weights["k"].shape[2] * weights["k"].shape[3]  # less than the keys of all heads together
     assert weights["kv_scale"].shape == (num_layers,)
     assert set(np.frexp(weights["kv_scale"])[0]) == {0.5}  # powers of two, exact in half precision
 
@@ -452,7 +458,7 @@ def test_a_checkpoint_is_served_and_checked(family, tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"a random {family} of two layers, written to {tmp_path}" in out.replace("\n", "")
     assert "48 of 48 tokens are those of transformers' eager attention" in out
-    assert demo.main(arguments) == 0  # and again from what was written
+    assert demo.main(arguments) == 0  # runs again from the written checkpoint
     with pytest.raises(InvalidInput, match="expected an empty folder for the new checkpoint, got"):
         demo.main([*arguments, "--make-tiny", family])
 

@@ -1,4 +1,4 @@
-"""A failure is told with its likely cause: each fault of the partial backend has the words that name it."""
+"""A failure is reported with its likely cause, which is right for each fault of the partial backend."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ from ragged_attention.testing.verdicts import verdict_of
 from tests import faulty_attentions, partial_backend
 
 pytest.importorskip("torch", reason="the backend runs through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a fault lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # faults may produce NaN
 SPEC = Spec(
     lens=((1, 37), (1, 21), (1, 5)), page_size=16, num_kv_heads=2, group=2, head_dim=64, dtype="bfloat16", seed=3
 )
@@ -90,7 +90,10 @@ def test_a_right_backend_has_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_sink_and_what_a_law_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A law brings sinks of +inf in itself, so its batch has none, and the plainest one fails too."""
+    """The cause of a failure at sinks of +inf is named for a corner.
+
+    A law adds these sinks itself, so even the plainest batch fails, and the cause is the law's change of the batch.
+    """
     honest = dispatch.load("ragged_paged_attention", "reference")
 
     def full_sinks_give_nan(call: Any, *given: Any) -> Any:
@@ -123,7 +126,7 @@ def decode_without_maximum(q, kv_pages, kv_lens, page_indices):
 
 
 def test_a_softmax_without_its_maximum_fails_where_logits_are_large() -> None:
-    """Also in a kernel that takes none of the named batches with large logits."""
+    """A softmax without its maximum is found even if the kernel declines all corners with large logits."""
     unpromised = ("invalid indices", "non-finite values", "combined pages", "other value sizes", "empty sequences")
     report = judge(
         decode_without_maximum, decode_only=True, dtypes=["bfloat16"], declines=unpromised, only="agreement: attention",
@@ -138,7 +141,7 @@ def test_a_structure_is_printed_without_its_defaults() -> None:
     text = steering.brief((WINDOW, {"num_splits": 3}))
     assert text.startswith("Spec(lens=((1, 37), (1, 21), (1, 5)), page_size=16, num_kv_heads=2, group=2, head_dim=64")
     assert text.endswith("sliding_window=7, seed=3), {'num_splits': 3}")
-    assert eval(steering.brief(WINDOW)) == WINDOW  # it is the expression that makes the structure
+    assert eval(steering.brief(WINDOW)) == WINDOW  # the text is an expression that evaluates to the structure
 
 
 def test_a_verdict_has_the_smallest_batch_and_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +170,7 @@ def test_a_gradient_that_fails_in_a_corner_is_told() -> None:
     only = "corner: packed gradient, causal"
     (failure,) = judge(zeros, "varlen_attention", framework="torch", gradients=True, only=only).failures
     assert "expected" in failure.message
-    assert not failure.batch  # it has no structure that could be printed
+    assert not failure.batch  # the check has no structure to print
 
 
 # ---- plain kernels of each family
@@ -178,7 +181,7 @@ LATENTS: dict[str, Any] = {"heads": 4, "dtype": "bfloat16"}
 LISTS: dict[str, Any] = {**LATENTS, "topk": 40, "lens": "inside", "sinks": "normal"}
 DENSE = {"topk": 0, "kv_lens": (37, 21, 70), "page_size": 16, "q_tokens": 2, **LATENTS}
 SPARSE = {**LISTS, "kv_lens": (37, 21, 70), "q_tokens": 2, "extra_topk": 20, "extra_slots": 40, "extra_lens": "inside"}
-ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Any]] = {  # the operation, the check and the structure
+ATTENTIONS: dict[str, tuple[str, Callable[..., Any], Any]] = {  # each family's operation, check and structure
     "decode": ("ragged_paged_attention", check_attention, Spec(lens=((1, 37), (1, 21), (1, 70)), **HEADS)),
     "prefill": ("ragged_paged_attention", check_attention, Spec(lens=((5, 37), (3, 21), (9, 70)), **HEADS)),
     "heads first": ("paged_attention", check_paged, PagedSpec(spec=Spec(lens=((1, 37), (1, 21), (1, 70)), **HEADS))),
@@ -201,7 +204,7 @@ GROUPED = ("decode", "prefill", "heads first", "chunk", "packed")
 ALL = tuple(ATTENTIONS)
 WITH_LSE = tuple(family for family in ALL if family not in ("heads first", "chunk"))
 WITH_EMPTY = tuple(family for family in ALL if family != "chunk")
-# Of each fault the families in which it is planted, the fields that show it, and the words of its cause.
+# For each fault: the families in which it is planted, the fields that reveal it, and words of its reported cause.
 FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "unscaled": (ALL, {}, "the logits are not scaled"),
     "exp2": (ALL, {}, "exp2 is taken of logits that are not multiplied by log2(e)"),
@@ -252,7 +255,7 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
 
 
 def with_fields(spec: Any, fields: dict[str, Any]) -> Any:
-    """The structure with some fields, where it has them; `empty` has sequences or lists without keys."""
+    """The structure with those of the fields that it has; `empty` adds sequences or lists without keys."""
     if isinstance(spec, ChunkSpec) and "align" in fields:
         return dataclasses.replace(spec, **fields)
     if isinstance(spec, (PagedSpec, ChunkSpec)):
@@ -287,7 +290,7 @@ def test_a_right_kernel_has_no_cause(family: str) -> None:
         assert list(numbers.of_results(runner, batch, {})) == []
 
 
-SMALL = 2000  # elements of q
+SMALL = 2000  # the most elements of q in a small batch
 CORNERS: dict[str, Mapping[str, Callable[[], Any]]] = {
     "ragged": paged_corners.CORNERS,
     "paged": heads_first_suite.PAGED_CORNERS,
@@ -301,7 +304,10 @@ CORNERS: dict[str, Mapping[str, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("family", CORNERS)
 def test_the_form_of_a_batch_has_the_results_of_the_definition(family: str) -> None:
-    """What causes are told by is right where nothing is changed, and where slots are that no query sees."""
+    """The computation from which causes are derived is right for an unchanged batch.
+
+    It is also right if the slots that no query sees have other values.
+    """
     for name, build in CORNERS[family].items():
         batch = build()
         form = forms.form_of(batch)
@@ -314,7 +320,7 @@ def test_the_form_of_a_batch_has_the_results_of_the_definition(family: str) -> N
 
 @pytest.mark.parametrize("family", CORNERS)
 def test_known_faults_are_computed_for_any_small_batch(family: str) -> None:
-    """Of empty caches and lists too."""
+    """The known faults can be computed for every small batch, even one with empty caches or lists."""
     for name, build in CORNERS[family].items():
         batch = build()
         form = forms.form_of(batch)
@@ -327,10 +333,13 @@ def test_known_faults_are_computed_for_any_small_batch(family: str) -> None:
 
 
 def test_strides_of_0_are_no_second_cause() -> None:
-    """Slots that are given other values lie in memory by themselves, or the slots that are read would change too."""
+    """Strides of 0 are not reported as a second cause.
+
+    Slots that get other values are first copied to their own memory, because the slots that are read must not change.
+    """
     spec = Spec(lens=((1, 21), (1, 9)), page_size=4, dtype="bfloat16", seed=9)
     batch = with_strides_of_0(spec.build(), {"kv_pages": 0})
-    assert not batch.read_slots()[0].any()  # the page that stands for all
+    assert not batch.read_slots()[0].any()  # the one page in memory, which all pages share
     found = set(numbers.of_results(faulty_attentions.runner_of("ragged_paged_attention", "unscaled"), batch, {}))
     assert any("the logits are not scaled" in cause for cause in found)
     assert not found & {numbers.UNLISTED, numbers.PAST}

@@ -1,4 +1,4 @@
-"""How one implementation is chosen, what the others are said to lack, and how packages of others join."""
+"""The choice of an implementation, the reasons given for the others, and backends of other packages."""
 
 import dataclasses
 import inspect
@@ -59,7 +59,7 @@ def forget() -> None:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Put a package that announces a backend where installed packages lie; returns the function that does."""
+    """A function that installs a package which registers a backend."""
     site = tmp_path / "site"
     site.mkdir()
     packages: list[str] = []
@@ -242,7 +242,7 @@ def test_a_backend_whose_import_fails_shows_that_very_exception(install, broken,
     shown = explanation(sample(), backend=["reference", "faulty"])
     assert dispatch.choose(sample(), backend=["reference", "faulty"]).backend == "reference"
     assert "* reference  chosen" in shown
-    shown = explanation(sample())  # in nobody's way while it is not asked for
+    shown = explanation(sample())  # a faulty backend does no harm unless it is requested
     assert f"faulty     its import fails: {error.__name__}: " in shown
 
 
@@ -384,13 +384,15 @@ def test_only_a_promise_makes_an_attention_batch_invariant(install, tmp_path):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize("operation", [name for name in CALLS if name != "make_decode_schedule"])  # it makes them
+@pytest.mark.parametrize(
+    "operation", [name for name in CALLS if name != "make_decode_schedule"]
+)  # its arguments are not those of its record
 def test_front_ends_take_the_arguments_of_the_record(framework, operation):
-    """Names, order and defaults are the record's; then `backend` and `options`."""
+    """The arguments' names, order and defaults are those of the record, followed by `backend` and `options`."""
     pytest.importorskip(framework)
     front_end = __import__(f"ragged_attention.{framework}", fromlist=[operation])
     given = dict(inspect.signature(getattr(front_end, operation)).parameters)
-    if operation == "varlen_attention":  # which always computes it, as its gradient wants it
+    if operation == "varlen_attention":  # not in the record: lse is always computed, for the gradient
         assert given.pop("return_lse").default is False
     record = CALLS[operation]
     if record.TAKES_OUT:
@@ -408,7 +410,7 @@ def test_public_functions_describe_each_argument(operation):
 
 
 def test_jax_refuses_what_only_torch_takes():
-    """A device, since torch's arrays could be anywhere, and memory for results, since torch can write it."""
+    """In jax there is no argument `device` and no argument `out` for the memory of results."""
     jax = pytest.importorskip("ragged_attention.jax")
     lses = np.zeros((1, 2, 3), "float32")
     with pytest.raises(TypeError, match="an unexpected keyword argument 'out'"):
