@@ -1,1 +1,1 @@
-"""Checks of block selection: the scores of blocks of keys, and the top-k of them."""
+"""Checks of block selection: the scores of key blocks, and the top-k blocks."""

@@ -1,4 +1,4 @@
-"""A named call for every edge of block selection."""
+"""Named calls for the edge cases of block selection."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from ragged_attention.testing.blocks.specs import BlocksBatch, BlocksSpec, TopKB
 from ragged_attention.testing.indexer.corners import ALL_EDGES, MIXED
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec
 
-MODEL: dict[str, Any] = {"heads": 4, "head_dim": 128, "dtype": "bfloat16", "page_size": 128}  # of MiniMax M3
+MODEL: dict[str, Any] = {"heads": 4, "head_dim": 128, "dtype": "bfloat16", "page_size": 128}  # MiniMax M3
 BLOCKS_OF_MODEL: dict[str, Any] = {"block_size": 128, "top_k": 16, "local_blocks": 1}
 
 
@@ -55,11 +55,11 @@ SPECS: dict[str, BlocksSpec] = {
 ON_EVERY_PATH = ("as in the model", "every edge at once", "packed, wild ranges", "mixed, heads share keys",
                  "blocks and pages of other sizes")  # fmt: skip
 
-# Scores that are rounded; the exact ones below cover the other edges of the selection.
+# Calls whose scores are rounded. The exact ones below cover the other edge cases of selection.
 SELECTED = ("mixed, heads share keys", "as in the model", "every edge at once", "more queries than keys",
             "NaN and infinities that are seen", "NaN in pages of bytes", "packed, any ranges")  # fmt: skip
 
-# Exact scores, so that there is one answer.
+# Calls whose scores are exact, so that only one selection is correct.
 EXACT: dict[str, BlocksSpec] = {
     "many ties": _spec({"top_k": 4}, exact=True),
     "as in the model": _spec(BLOCKS_OF_MODEL, lens=((1, 2700), (2, 300)), **MODEL, exact=True),

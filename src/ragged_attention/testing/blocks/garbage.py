@@ -1,4 +1,4 @@
-"""Garbage for block selection: any int32 in every index array."""
+"""Calls of block selection with arbitrary int32 values in every index array."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from ragged_attention.testing.runner import Runner
 
 
 def garbage_call(seed: int) -> BlocksBatch:
-    """A valid call whose index arrays are then filled with any int32."""
+    """A valid call whose index arrays are then filled with arbitrary int32 values."""
     rng = np.random.default_rng(seed)
     keys = garbage_spec(rng, seed)
     key_heads = 1 if keys.cache_dtype == BYTES else int(rng.choice([1, 2]))
@@ -50,7 +50,7 @@ def _top_k(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     runner.run("top_k_blocks", batch, options=options)
 
 
-# What is fed garbage, by the operation whose options it takes.
+# Each operation with a function that runs it on garbage.
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
     ("block_scores", _scores),
     ("select_blocks", _selected),

@@ -1,6 +1,6 @@
-"""What holds of block selection without asking the definition: `LAWS`, by the sentence each one states.
+"""`LAWS` of block selection: properties that need no reference result, by the sentence that each one states.
 
-Scores are exact in these batches, small integers, so that a choice has to be the same and not only as good.
+The scores of these batches are small integers and therefore exact, so that selections must be equal, not just as good.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Law = Callable[[Runner, BlocksSpec], None]
 
 
 def same(runner: Runner, one: BlocksBatch, other: BlocksBatch) -> None:
-    """Two calls have the same scores and choose the same."""
+    """Check that two calls have the same scores and select the same blocks."""
     scores, other_scores = (runner.run("block_scores", batch.scores_call()) for batch in (one, other))
     identical(scores, other_scores, "scores")
     identical(runner.run("select_blocks", one), runner.run("select_blocks", other), "blocks")
@@ -37,7 +37,7 @@ def halves_make_a_block(runner: Runner, spec: BlocksSpec) -> None:
 
 
 def single_keys_are_the_indexers(runner: Runner, spec: BlocksSpec) -> None:
-    """With blocks of one key and positive products, each head's scores are the logits of an indexer of one head."""
+    """With one key per block, each head's scores, with negative ones as 0, are the logits of a one-head indexer."""
     batch = dataclasses.replace(spec, block_size=1).build().scores_call()
     scores = runner.run("block_scores", batch)
     heads, key_heads = batch.q.shape[1], batch.keys.shape[-2]
@@ -87,7 +87,7 @@ def larger_queries_choose_the_same(runner: Runner, spec: BlocksSpec) -> None:
 
 
 def queries_do_not_mix(runner: Runner, spec: BlocksSpec) -> None:
-    """One call over all queries equals one for each sequence, or, where keys are packed, for each part of them."""
+    """A call has the same results as separate calls for each sequence or, with packed keys, each group of queries."""
     batch = spec.build()
     scores, chosen = runner.run("block_scores", batch.scores_call()), runner.run("select_blocks", batch)
     for rows, alone in batch.parts():
@@ -115,7 +115,7 @@ def the_largest_of_its_scores(runner: Runner, spec: BlocksSpec) -> None:
 
 
 def forced_blocks_are_chosen(runner: Runner, spec: BlocksSpec) -> None:
-    """The forced blocks are chosen, and beside them what would be chosen among all others."""
+    """The forced blocks are selected, and the remaining places go to the best of the other blocks."""
     batch = spec.build()
     scores = runner.run("block_scores", batch.scores_call())
     chosen = runner.run("select_blocks", batch)
@@ -135,7 +135,7 @@ def forced_blocks_are_chosen(runner: Runner, spec: BlocksSpec) -> None:
 
 
 def pages_are_where_keys_lie(runner: Runner, spec: BlocksSpec) -> None:
-    """A sequence alone has the scores of its keys packed, each query with its range."""
+    """A paged sequence has the same scores as its keys in packed form with each query's causal range."""
     of_one = {"packed": False, "max_keys": None, "lens": spec.keys.lens[:1], "padding": 0, "count": "none"}
     batch = _of_keys(spec, **of_one, cache_dtype=None).build().scores_call()
     assert batch.page_indices is not None and batch.kv_lens is not None  # noqa: PT018

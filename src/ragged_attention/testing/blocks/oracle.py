@@ -1,4 +1,4 @@
-"""What block scores and block selection must give, by the definition."""
+"""Checks that compare block scores and block selection with the reference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ Scores = NDArray[np.float64]
 
 
 def expected(batch: ScoresBatch) -> tuple[Scores, Scores]:
-    """The scores, and the largest sums of magnitudes of products, which bound the errors of the scores."""
+    """The reference scores, and for each score the largest sum of its products' magnitudes, which bounds its error."""
     return block_scores(**batch.definition()), block_scores(**batch.magnitudes().definition())
 
 
@@ -28,7 +28,7 @@ def check_scores(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] 
 
 
 def check_selected(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] | None = None) -> None:
-    """Every row is one that rounding of the scores allows."""
+    """Every row is a correct selection, up to rounding errors in the scores."""
     num_rows = batch.q.shape[0] * batch.q.shape[1]
     scores, whole = (each.reshape(num_rows, batch.num_blocks) for each in expected(batch.scores_call()))
     forced = forced_blocks(scores, batch.init_blocks, batch.local_blocks)
@@ -39,14 +39,14 @@ def check_selected(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any
 
 
 def forced_blocks(scores: NDArray[Any], init_blocks: int, local_blocks: int) -> NDArray[np.bool_]:
-    """The blocks of each row that are always selected."""
+    """Which blocks of each row are always selected: the first and the last visible ones."""
     block, seen = np.arange(scores.shape[-1]), scores != -np.inf
     own = np.max(np.where(seen, block, -1), axis=-1, keepdims=True, initial=-1)
     return seen & ((block < init_blocks) | (block > own - local_blocks))
 
 
 def check_exactly_selected(runner: Runner, batch: BlocksBatch, options: Mapping[str, Any] | None = None) -> None:
-    """Scores that are exact leave one answer, ties included."""
+    """With exact scores, the selection is exactly the reference's, including ties."""
     got = runner.run("select_blocks", batch, options=options)
     identical(got, select_blocks(**batch.definition()), "blocks")
 

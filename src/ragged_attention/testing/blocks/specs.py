@@ -1,4 +1,4 @@
-"""Calls of block scores and block selection: their structure and the NumPy arrays made from it."""
+"""Calls of block scores and block selection: specs, and the NumPy arrays built from them."""
 
 import dataclasses
 from typing import Any
@@ -31,12 +31,12 @@ class BlocksBatch(ScoresBatch):
     local_blocks: int = 0
 
     def scores_call(self) -> ScoresBatch:
-        """The call of the scores alone."""
+        """The `block_scores` call with the same arguments."""
         names = [field.name for field in dataclasses.fields(ScoresBatch)]
         return ScoresBatch(**{name: getattr(self, name) for name in names})
 
     def selection(self, scores: NDArray[np.float32]) -> "TopKBatch":
-        """The selection alone, from given scores."""
+        """The `top_k_blocks` call that selects from these scores."""
         return TopKBatch(scores=scores, top_k=self.top_k, init_blocks=self.init_blocks, local_blocks=self.local_blocks)
 
 
@@ -52,7 +52,7 @@ class TopKBatch(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlocksSpec:
-    """The structure of a call: that of an indexer's keys, and blocks."""
+    """The parameters of a `block_scores` or `select_blocks` call: an indexer's keys, and the blocks."""
 
     keys: IndexerSpec
     key_heads: int = 1  # a divisor of the number of index heads
@@ -78,7 +78,7 @@ class BlocksSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithHeads(IndexerSpec):
-    """Keys with an axis of heads."""
+    """An indexer spec whose keys have an axis of heads."""
 
     key_heads: int
 
@@ -88,7 +88,7 @@ class _WithHeads(IndexerSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopKSpec:
-    """The structure of a `top_k_blocks` call."""
+    """The parameters of a `top_k_blocks` call."""
 
     tokens: int = 3
     heads: int = 2
@@ -96,8 +96,8 @@ class TopKSpec:
     top_k: int = 5
     init_blocks: int = 0
     local_blocks: int = 0
-    values: str = "normal"  # few and one (many or all equal), zeros (of both signs), special, close (neighbours)
-    seen: str = "some"  # all, some (a different number in each row), none
+    values: str = "normal"  # few or one (different values), zeros (of both signs), special, close (neighbours)
+    seen: str = "some"  # all, some (a different number for each token), none
     strided: bool = False
     seed: int = 0
 

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of block selection: they draw a structure and a seed."""
+"""Hypothesis strategies that draw specs for block selection."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from ragged_attention.testing.indexer.specs import BYTES
 from ragged_attention.testing.indexer.strategies import indexer_specs
 from ragged_attention.testing.paged.strategies import SEEDS
 
-HEADS = ((1, 1), (4, 1), (4, 4), (6, 2), (17, 1))  # index heads, and heads of their keys
+HEADS = ((1, 1), (4, 1), (4, 4), (6, 2), (17, 1))  # numbers of index heads and of key heads
 
 
 @st.composite
 def blocks_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> BlocksSpec:
-    """Any valid call. `clean` leaves out what laws bring in by themselves: poison, garbage, missing pages."""
+    """Any valid call of `select_blocks`; `clean` excludes poison, garbage and missing pages, which laws add."""
     heads, key_heads = draw(st.sampled_from(HEADS))
     keys = draw(indexer_specs(clean=clean, heads=heads, ratio=1, candidate_block_size=None, relative=False, **fixed))
     top_k = draw(st.sampled_from([1, 2, 5, 16]))

@@ -1,4 +1,4 @@
-"""The checks of block selection, as `suite` takes them up."""
+"""The checks of block selection that `suite` includes."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ CHECKS = (
 
 
 def corners() -> Iterator[Check]:
-    """Every named call, once, as the backend's own heuristic would run it; some on every path."""
+    """Checks that run every named call with the backend's own options, and some with each set of options."""
     for what, operation, check, builders, on_paths in CHECKS:
         for name, build in builders.items():
             yield Check("corner", f"{what}, {name}", on_corner(check, build))
@@ -27,7 +27,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn calls against the definition."""
+    """Checks that compare drawn calls with the reference."""
     for what, operation, check, strategy in (
         ("block scores on drawn batches", "block_scores", check_scores, blocks_specs()),
         ("block selection on drawn batches", "select_blocks", check_selected, blocks_specs()),

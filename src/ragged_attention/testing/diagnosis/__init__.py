@@ -1,9 +1,9 @@
-"""What is probably wrong with a backend that fails on a batch, in words.
+"""Find likely causes for a backend's failure on a batch, as texts.
 
-Three kinds of evidence are sought. The results may be those that the definition gives for another call, such as one
-with a wider window, or may have a plain relation to the right results. They may change when keys that no query sees are
-changed, or be right for some order of keys only. And the check may pass when one field of the batch is plain, or when
-sequences are shorter.
+There are three kinds of evidence. The results may equal the reference's results for another call, such as one with a
+wider window, or be related to the correct results in a simple way. They may change with keys that no query sees, or be
+correct only for some orders of keys. And the check may pass if one field of the batch has its default, or if sequences
+are shorter.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from ragged_attention.testing.diagnosis.results import enlarged
 from ragged_attention.testing.paged.specs import Contradiction
 from ragged_attention.testing.runner import Declined, Runner
 
-VAGUE = ("it fails only ", "the plainest batch ", "the results of the batch itself ")  # how causes of fields begin
-CHANGED = "the results of the batch itself are right: those of what the check makes of it are not"
-OF_LISTS = ("topk", "extra_topk", "tokens", "rows")  # numbers in the structures of calls with lists
+VAGUE = ("it fails only ", "the plainest batch ", "the results of the batch itself ")  # prefixes of vague causes
+CHANGED = "the results of the batch itself are right; those of the calls that the check derives from it are wrong"
+OF_LISTS = ("topk", "extra_topk", "tokens", "rows")  # size fields in the specs of sparse calls
 
 
 def spec_of(value: Any) -> Any:
-    """The structure of a drawn value, which may come with options."""
+    """The spec in a drawn value, which may be a tuple of a spec and options."""
     return next((part for part in value if dataclasses.is_dataclass(part)), None) if isinstance(value, tuple) else value
 
 
 def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[str, ...]:
-    """The likely causes of a check's failure on a value, the most telling first."""
+    """The likely causes of a check's failure on a drawn value, the most specific first."""
     spec, options = spec_of(value), {}
     if isinstance(value, tuple):
         options = next((part for part in value if isinstance(part, Mapping)), {})
-    if not hasattr(spec, "build"):  # arrays without a structure
+    if not hasattr(spec, "build"):  # a batch without a spec
         return tuple(dict.fromkeys(of_results(runner, spec, options)))
     batch = spec.build()
     numbers = list(dict.fromkeys(of_results(runner, batch, options)))
@@ -51,9 +51,9 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
 
 
 def larger(spec: Any) -> Any:
-    """The structure with more sequences of several pages, because one key may leave several causes possible."""
+    """The spec with additional sequences of several pages, because a small batch may fit several causes."""
     size = steering.page_size_of(spec) or 1
-    kv_lens = ((3 * size + 66) | 1, size + 1, 2 * size)  # of several blocks, and with and without a tail
+    kv_lens = ((3 * size + 66) | 1, size + 1, 2 * size)  # several blocks of keys, some with a partial last page
     for path, lens in lengths_of(spec).items():
         several = [(4, size + 4)] if any(q_len > 1 for q_len, _ in lens) else []
         spec = with_lengths(spec, path, (*lens, *((1, kv_len) for kv_len in kv_lens), *several))
@@ -62,11 +62,11 @@ def larger(spec: Any) -> Any:
 
 
 def outcome(check: Callable[[Any], object], value: Any) -> bool | None:
-    """Whether a check passes, or None if the backend declines the batch, or there is no such batch."""
+    """Whether a check passes; None if the backend declines the batch, or the spec is invalid."""
     try:
         check(value)
     except (Declined, Contradiction):
         return None
-    except Exception:  # a kernel may raise anything, and each error is a failure
+    except Exception:  # any error of a kernel is a failure
         return False
     return True

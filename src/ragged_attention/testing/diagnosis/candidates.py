@@ -1,6 +1,6 @@
-"""What kernels with known faults would have computed, each with its cause in words.
+"""Candidates: the results that kernels with known faults would compute, each with its cause as text.
 
-A candidate is another call, whose results the definition gives, another form of the same call, or results themselves.
+A candidate is another batch, whose results come from the reference, another form of the same batch, or results.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ragged_attention.testing.diagnosis.forms import Form, Part, Results, attended
 from ragged_attention.testing.mla.specs import DecodeBatch
 
-Candidate = tuple[str, Any]  # a cause; a batch, a form or results
+Candidate = tuple[str, Any]  # the cause, and a batch, a form or results
 BLOCKS = (4, 8, 16, 32, 64, 128)
 OPTIONS = (
     "sliding_window", "soft_cap", "sm_scale", "sinks", "alibi_slopes", "relative_bias", "q_scale", "k_scale",
@@ -22,7 +22,7 @@ LOG2_E = float(np.log2(np.e))
 
 
 def candidates(batch: Any, form: Form) -> Iterator[Candidate]:
-    """The candidates of a batch, those first that others look like."""
+    """The candidates of a batch; those that other candidates can resemble come first."""
     yield from other_options(batch, form)
     yield from other_sums(form)
     yield from other_masks(form)
@@ -39,7 +39,7 @@ def candidates(batch: Any, form: Form) -> Iterator[Candidate]:
 
 
 def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
-    """Calls in which an option has another value, or is left out, as a kernel may have it by mistake."""
+    """Candidates in which an option has another value or is ignored."""
     if batch.sm_scale is None:
         yield "the logits are not scaled: sm_scale is head_dim ** -0.5 where it is left out", form.change(scale=1.0)
         if form.latent:
@@ -63,7 +63,7 @@ def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
 
 
 def other_blocks(batch: Any, form: Form) -> Iterator[Candidate]:
-    """Calls and forms with other lists of blocks."""
+    """Candidates with other lists of blocks."""
     lists, size = batch.selected, batch.block_size
     yield "selected is ignored", batch.change(selected=None, block_size=None)
     if lists.shape[1] > 1:
@@ -78,7 +78,7 @@ def other_blocks(batch: Any, form: Form) -> Iterator[Candidate]:
 
 
 def counted(part: Part) -> Part:
-    """With each key as often as the list of the only query names its block."""
+    """A part of one query, with each key counted as often as the list names its block."""
     if part.lists is None or part.q_len != 1:
         return part
     lists, size = part.lists
@@ -87,7 +87,7 @@ def counted(part: Part) -> Part:
 
 
 def other_sums(form: Form) -> Iterator[Candidate]:
-    """Results and forms with other sums of weights."""
+    """Candidates with other sums of weights."""
     right = attended(form)
     yield "lse is +inf where no key is seen: it is -inf", {**right, "lse": np.where(empty(right), np.inf, right["lse"])}
     if (form.sinks == -np.inf).all():
@@ -101,12 +101,12 @@ def other_sums(form: Form) -> Iterator[Candidate]:
 
 
 def empty(results: Results) -> NDArray[np.bool_]:
-    """Which heads of which queries see no key, [T, H]."""
+    """Whether a query head sees no key, bool [T, H]."""
     return results["lse"] == -np.inf
 
 
 def other_masks(form: Form) -> Iterator[Candidate]:
-    """Forms in which queries see other keys."""
+    """Candidates in which queries see other keys."""
     if form.window is not None:
         yield "the window is one key too wide", form.change(window=form.window + 1)
         yield "the window is one key too narrow", form.change(window=form.window - 1)
@@ -121,12 +121,12 @@ def other_masks(form: Form) -> Iterator[Candidate]:
             ("the causal mask shows a query the key after its own", 1),
             ("the causal mask hides a query's own key", -1),
         ):
-            window = None if form.window is None else form.window + shift  # its other edge stays
+            window = None if form.window is None else form.window + shift  # keeps the far edge of the window in place
             yield cause, form.of_parts(lambda part, shift=shift: part.change(shift=shift)).change(window=window)
 
 
 def other_heads(form: Form) -> Iterator[Candidate]:
-    """Forms in which query heads read other KV heads."""
+    """Candidates in which query heads read other KV heads."""
     heads, kv_heads = len(form.kv_heads), form.k.shape[1]
     cause = "query heads read the wrong KV head: head h belongs to KV head h // group, not "
     for told, wrong in (
@@ -140,7 +140,7 @@ def other_heads(form: Form) -> Iterator[Candidate]:
 
 
 def other_lengths(form: Form) -> Iterator[Candidate]:
-    """Forms with fewer or more keys, as a kernel has them that drops the last ones or reads past the end."""
+    """Candidates with fewer or more keys, from kernels that drop the last keys or read past the end."""
     for block in sorted({*BLOCKS, form.page_size} - {1}):
         cause = f"the last keys are dropped, after a multiple of {block}"
         yield cause, form.of_parts(lambda part, block=block: cut(part, part.kv_len // block * block, least=block))
@@ -150,7 +150,7 @@ def other_lengths(form: Form) -> Iterator[Candidate]:
             yield cause, form.of_parts(lambda part, block=block: cut(part, len(part.slots) // block * block))
             yield cause, form.of_parts(lambda part, block=block: without_tail(part, block))
     yield "the last key is dropped", form.of_parts(lambda part: cut(part, part.kv_len - 1))
-    for size in sorted({1, form.page_size}):  # a kernel that goes through pages has no slot behind a whole page
+    for size in sorted({1, form.page_size}):  # a kernel that reads page by page reads no slot after a full page
         cause = "one slot past the length is read as a key"
         yield cause, form.of_parts(lambda part, size=size: longer(form, part, size))
     for block in BLOCKS:
@@ -163,19 +163,19 @@ def other_lengths(form: Form) -> Iterator[Candidate]:
 
 
 def cut(part: Part, stop: int, least: int = 0) -> Part:
-    """Without the keys from `stop` on, if there are more than `least`; the queries stand where they stood."""
+    """The part without the keys from `stop` on, if it has more than `least`. Query positions do not change."""
     return part.without(np.arange(len(part.slots)) >= stop) if part.kv_len > least else part
 
 
 def without_tail(part: Part, block: int) -> Part:
-    """Of a list without the entries that select nothing: up to a multiple of a block."""
+    """The part with its valid slots only, cut to a multiple of `block` if there are more than `block`."""
     chosen = part.slots[: part.kv_len][part.slots[: part.kv_len] >= 0]
     stop = len(chosen) // block * block if len(chosen) > block else len(chosen)
     return part.change(slots=chosen, kv_len=stop)
 
 
 def longer(form: Form, part: Part, size: int) -> Part:
-    """With the slot after the last one, if there is any key; where nothing is causal, the queries stay."""
+    """The part with one more slot, if it has keys. In a form that is not causal, query positions do not change."""
     if part.kv_len == 0 or (size > 1 and part.kv_len % size == 0):
         return part
     more = part.as_long_as(part.kv_len + 1)
@@ -183,7 +183,7 @@ def longer(form: Form, part: Part, size: int) -> Part:
 
 
 def filled(form: Form, part: Part, block: int) -> Part:
-    """With rows of zeros behind its keys, up to a multiple of a block, for queries whose mask does not hide them."""
+    """The part with keys of zeros added up to a multiple of `block`; unchanged if a causal mask would hide them."""
     stop = -(-part.kv_len // block) * block
     if form.causal and part.q_len > 1:
         return part
@@ -193,11 +193,11 @@ def filled(form: Form, part: Part, block: int) -> Part:
 
 
 def other_pages(form: Form) -> Iterator[Candidate]:
-    """Forms over other pages, as a kernel reads them that takes a wrong entry of the page table."""
+    """Candidates with other pages, from kernels that read the wrong entry of the page table."""
     size = form.page_size
 
     def changed(entry: Any, part: Part) -> Part:
-        """With the page of each entry that `entry` gives, of the entries and the last that is used."""
+        """The part with the pages at `entry(entries, last)`, where `last` is the last entry in use."""
         entries, last = np.arange(len(part.slots) // size), -(-part.kv_len // size) - 1
         slots = part.slots.reshape(-1, size)
         return part.change(slots=slots[entry(entries, last)].reshape(-1) if len(slots) else part.slots)
@@ -228,25 +228,25 @@ def other_pages(form: Form) -> Iterator[Candidate]:
 
 
 def page_0(part: Part, size: int) -> Part:
-    """With page 0 in place of its last page, if it has several."""
+    """The part with page 0 of the cache in place of its last page, if it has several."""
     position, last = np.arange(len(part.slots)), -(-part.kv_len // size) - 1
     return part.change(slots=np.where((position // size == last) & (last > 0), position % size, part.slots))
 
 
 def outside(part: Part, size: int) -> Part:
-    """With page 0 in place of each that the cache has not."""
+    """The part with page 0 in place of each page that is not in the cache."""
     return part.change(slots=np.where(part.slots < 0, np.arange(len(part.slots)) % size, part.slots))
 
 
 def once(part: Part) -> Part:
-    """Without the keys of slots that came before."""
+    """The part with only the first occurrence of each slot."""
     first = np.zeros(len(part.slots), bool)
     first[np.unique(part.slots, return_index=True)[1]] = True
     return part.without(~first)
 
 
 def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
-    """Calls and forms with other lists."""
+    """Candidates with other index lists."""
     yield "an index that is listed twice is counted once", form.of_parts(once)
     nothing = "an index that selects nothing, such as -1, is "
     zeros = form.of_parts(lambda part: part.change(slots=np.where(part.slots < 0, form.zeros, part.slots)))
@@ -254,7 +254,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
     selections = list(batch.selections()) if isinstance(batch, DecodeBatch) else [batch.selection]
 
     def listed(change: Any) -> Any:
-        """The call with other lists: what `change` makes of each and of the number of slots it may name."""
+        """The call with `change(indices, num_slots)` in place of each index array."""
         names = ("indices", "extra_indices")
         return batch.change(
             **{name: change(each.indices, each.num_slots) for name, each in zip(names, selections, strict=False)}
@@ -315,7 +315,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
 
 
 def other_edges(batch: Any, form: Form) -> Iterator[Candidate]:
-    """Calls and forms in which packed sequences have other keys."""
+    """Candidates in which packed sequences have other keys."""
     last = form.sizes[0] - 1
     for told, step in (("early", -1), ("late", 1)):
         yield (
@@ -332,7 +332,7 @@ def other_edges(batch: Any, form: Form) -> Iterator[Candidate]:
 
 
 def other_columns(form: Form) -> Iterator[Candidate]:
-    """Forms in which values or keys are other columns of the latent rows."""
+    """Candidates in which values or keys are other columns of the latent rows."""
     width, d_v = form.k.shape[2], form.v.shape[2]
     if d_v < width:
         yield "values are the last columns of a row, not the first", form.change(v=form.k[..., width - d_v :])
@@ -341,7 +341,7 @@ def other_columns(form: Form) -> Iterator[Candidate]:
 
 
 def single_keys(form: Form) -> Iterator[Candidate]:
-    """Forms in which one key is left out or counted twice."""
+    """Candidates in which one key is left out or counted twice."""
     for key in range(max((part.kv_len for part in form.parts), default=0)):
         yield (
             f"key {key} is counted twice",

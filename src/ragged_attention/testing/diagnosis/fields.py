@@ -1,18 +1,18 @@
-"""Evidence in the fields of a structure: without which of them, and with how short sequences, a check passes."""
+"""Evidence from a spec's fields: those that make a check fail, and the sequence lengths from which it fails."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ragged_attention.testing import steering
 
-WHATEVER = "the plainest batch fails too, whatever the features: look at the scale, the softmax and the masks of tails"
+WHATEVER = "the plainest batch fails too, without any features: look at the scale, the softmax and the masks of tails"
 UNTOLD = ("seed", "page_size", "lens", "kv_lens", "strided")
-DENSE = ("topk", 0)  # which is no feature but the other of two calls
-SIZES = ("dtype", "head_dim", "cache_dtype", "combined", "v_head_dim")  # of which a partial backend may take one only
+DENSE = ("topk", 0)  # not a feature: it selects dense calls rather than sparse ones
+SIZES = ("dtype", "head_dim", "cache_dtype", "combined", "v_head_dim")  # a backend may take only one value
 
 
 def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
-    """The fields without which the check passes, and the shortest sequence that fails."""
+    """Causes that name the fields without which the check passes, or the lengths from which it fails."""
     plain, now = steering.leaves(steering.plain(value)), steering.leaves(value)
     changed = [
         path
@@ -31,12 +31,12 @@ def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]
 
 
 def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
-    """Causes that the lengths of a failing batch show: tails of pages, and the number of keys where failures begin."""
+    """Causes in the lengths of a failing batch: partial last pages, or the number of keys from which it fails."""
     size = steering.page_size_of(value)
     for path, lens in lengths_of(value).items():
         whole = tuple((q_len, -(-kv_len // size) * size) for q_len, kv_len in lens) if size else lens
         if whole != lens and passes(with_lengths(value, path, whole)):
-            yield "it fails only where a sequence's length is no multiple of the page size"
+            yield "it fails only if a sequence's length is not a multiple of the page size"
 
         def cut(most: int, path: steering.Path = path, lens: steering.Lens = lens) -> Any:
             shorter = tuple((min(q_len, most), min(kv_len, most)) for q_len, kv_len in lens)
@@ -52,12 +52,12 @@ def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str
 
 
 def lengths_of(value: Any) -> dict[steering.Path, steering.Lens]:
-    """The (q_len, kv_len) of a structure's sequences, by the place where it has them; q_len is 1 if it has none."""
+    """The tuples of (q_len, kv_len) in a spec, by the path of their field; q_len is 1 if the spec has only kv_lens."""
     of_keys = {path: leaf for path, leaf in steering.leaves(value).items() if path[-1:] == ("kv_lens",) and leaf}
     return steering.lens_of(value) | {path: tuple((1, kv_len) for kv_len in leaf) for path, leaf in of_keys.items()}
 
 
 def with_lengths(value: Any, path: steering.Path, lens: steering.Lens) -> Any:
-    """The structure with other lengths at a place that `lengths_of` gives."""
+    """The spec with other lengths in the field at `path`, one of those in `lengths_of`."""
     only_keys = path[-1:] == ("kv_lens",)
     return steering.replaced(value, {path: tuple(kv_len for _, kv_len in lens) if only_keys else lens})

@@ -1,7 +1,7 @@
-"""One form of every attention: groups of queries, and for each the slots of its keys.
+"""A common form for all attentions: groups of queries, each with the slots of its keys.
 
-Pages, lists and packed sequences come to the same in it, so that what a kernel with a known fault computes is said once
-for all of them: as other slots, other masks, other numbers.
+Paged, sparse and packed calls all convert to it. So each known fault of a kernel is described only once, as a form with
+other slots, other masks or other numbers.
 """
 
 import dataclasses
@@ -25,16 +25,16 @@ Results = dict[str, NDArray[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Queries that share their keys: those of a sequence, or one with a list of its own."""
+    """Queries that share their keys: those of a sequence, or a single query with its own list."""
 
     rows: slice
-    slots: NDArray[np.int64]  # of each position, -1 where there is none; also past the length
+    slots: NDArray[np.int64]  # the slot of each position, -1 if it has none; includes positions past `kv_len`
     kv_len: int
-    heads: slice | None = None  # None: all
+    heads: slice | None = None  # query heads; None: all
     drafted: NDArray[np.bool_] | None = None
     ranges: NDArray[np.int32] | None = None
-    lists: tuple[NDArray[np.int32], int] | None = None  # of blocks [q_len, 1, N], and the size of a block
-    shift: int = 0  # by which the queries' places are later than they should be
+    lists: tuple[NDArray[np.int32], int] | None = None  # lists of blocks [q_len, 1, N], and the block size
+    shift: int = 0  # by how much the queries' positions are too late
     times: NDArray[np.float64] | None = None  # how often each key counts
 
     @property
@@ -45,54 +45,54 @@ class Part:
         return dataclasses.replace(self, **fields)
 
     def as_long_as(self, kv_len: int) -> Self:
-        """With another length, as far as there are slots."""
+        """The part with another `kv_len`, limited to the number of slots."""
         return self.change(kv_len=max(min(kv_len, len(self.slots)), 0))
 
     def without(self, hidden: NDArray[np.bool_]) -> Self:
-        """Without the keys at some of the positions."""
+        """The part without the keys at positions where `hidden` is true."""
         return self.change(slots=np.where(hidden, -1, self.slots))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Form:
-    """What attention of any kind comes to, in float64."""
+    """The arguments of an attention of any kind, in float64."""
 
     kind: str  # paged | lists | packed
     q: Float64  # [T, H, D]
-    k: Float64  # [N + 1, K, D]: the key of each slot, the last one a row of zeros
+    k: Float64  # [N + 1, K, D]: the key of each slot, then a row of zeros
     v: Float64  # [N + 1, K, D_v]
     parts: tuple[Part, ...]
     kv_heads: NDArray[np.int64]  # the KV head of each query head
     scale: float
     sinks: Float64  # [H]
-    slopes: Float64  # [H], of ALiBi; 0 without it
-    table: Float64 | None  # [H, B] or [T, H, B], the relative bias
-    at_own: int  # its column of a query's own position
+    slopes: Float64  # [H]: ALiBi slopes; 0 without ALiBi
+    table: Float64 | None  # [H, B] or [T, H, B]: the relative bias
+    at_own: int  # the column of `table` for a query's own position
     causal: bool = False
     window: int | None = None
     soft_cap: float | None = None
     page_size: int = 1
-    sizes: tuple[int, ...] = ()  # of the caches that follow one another in the slots
-    latent: bool = False  # whether a key's first columns are its value
+    sizes: tuple[int, ...] = ()  # numbers of slots in the caches, which follow one another
+    latent: bool = False  # whether the first columns of a key are its value
 
     def change(self, **fields: Any) -> Self:
         return dataclasses.replace(self, **fields)
 
     def of_parts(self, change: Any) -> Self:
-        """With each of the parts changed."""
+        """The form with `change` applied to each part."""
         return self.change(parts=tuple(map(change, self.parts)))
 
     @property
     def zeros(self) -> int:
-        """The slot of the row of zeros."""
+        """The slot that holds zeros."""
         return len(self.k) - 1
 
     def heads(self, part: Part) -> NDArray[np.int64]:
-        """The query heads of a part."""
+        """The indices of a part's query heads."""
         return np.arange(self.q.shape[1])[part.heads or slice(None)]
 
     def seen(self, part: Part) -> NDArray[np.bool_]:
-        """Which of its keys each query of a part sees, [q_len, kv_len]."""
+        """Whether each query of a part sees each of its keys, bool [q_len, kv_len]."""
         inside = (part.slots >= 0) & (part.slots <= self.zeros)
         seen = np.zeros((part.q_len, part.kv_len), bool)
         stop = max(part.kv_len + part.shift, 0)
@@ -100,16 +100,16 @@ class Form:
         found = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
         found = found[:, : part.kv_len]
         seen[:, : found.shape[1]] = found
-        if not self.causal and part.drafted is None and part.ranges is None:  # a window hides no key behind all queries
+        if not self.causal and part.drafted is None and part.ranges is None:  # a window hides no key after all queries
             seen[:, stop:] = inside[stop : part.kv_len]
         return seen if part.lists is None else seen & named(*part.lists, part.kv_len)[0]
 
     def finite(self) -> bool:
-        """Whether all keys and values are finite, those that no query sees too."""
+        """Whether all keys and values are finite, including those that no query sees."""
         return bool(np.isfinite(self.k).all() and np.isfinite(self.v).all())
 
     def read(self) -> NDArray[np.bool_]:
-        """The slots that some query sees, [N]."""
+        """Whether any query sees each slot, bool [N]."""
         read = np.zeros(self.zeros, bool)
         for part in self.parts:
             read[part.slots[: part.kv_len][self.seen(part).any(axis=0)]] = True
@@ -117,7 +117,7 @@ class Form:
 
 
 def attended(form: Form) -> Results:
-    """Out [T, H, D_v], max_logits [T, H] and lse [T, H] of a form."""
+    """The out [T, H, D_v], max_logits [T, H] and lse [T, H] of a form."""
     tokens, heads, _ = form.q.shape
     out = np.zeros((tokens, heads, form.v.shape[2]))
     top, lse = np.full((tokens, heads), -np.inf), np.full((tokens, heads), -np.inf)
@@ -136,7 +136,7 @@ def attended(form: Form) -> Results:
 
 
 def logits_of_parts(form: Form, part: Part, keys: NDArray[np.int64]) -> Any:
-    """For each KV head: where its queries stand, their logits [q_len, group, n] of n positions, and the KV head."""
+    """For each KV head: an index of its queries, their logits [q_len, group, n] for the n `keys`, and the head."""
     heads = form.heads(part)
     for kv_head in np.unique(form.kv_heads[heads]):
         place = np.ix_(np.arange(part.rows.start, part.rows.stop), heads[form.kv_heads[heads] == kv_head])
@@ -154,11 +154,11 @@ def logits_of_parts(form: Form, part: Part, keys: NDArray[np.int64]) -> Any:
         yield place, logits.reshape(*q.shape[:2], len(keys)) + bias, kv_head
 
 
-# ---- of each family
+# ---- conversion of each family
 
 
 def form_of(batch: Arrays) -> Form | None:
-    """The form of a batch of one of the attentions, None of any other batch."""
+    """The form of an attention batch; None for any other batch."""
     if isinstance(batch, (PagedBatch, ChunkBatch)):
         return _of_pages(_ragged(batch))
     if isinstance(batch, DecodeBatch) and not batch.sparse:
@@ -171,7 +171,7 @@ def form_of(batch: Arrays) -> Form | None:
 
 
 def _ragged(batch: PagedBatch | ChunkBatch) -> Batch:
-    """The same attention as a ragged one, its pages in float64."""
+    """The equivalent batch of ragged attention, with pages in float64."""
     stored = batch.cache_dtype if batch.quantized else None
     pages: Any = tuple(values_of(pages, stored) for pages in (batch.k_pages, batch.v_pages))
     names = ("q", "sm_scale", "soft_cap", "dtype")
@@ -191,7 +191,7 @@ def _ragged(batch: PagedBatch | ChunkBatch) -> Batch:
 
 
 def _ragged_decode(batch: DecodeBatch) -> Batch:
-    """The same dense decode as ragged attention, of keys that are the rows and of values that are their columns."""
+    """The equivalent batch of ragged attention: keys are the latent rows, and values their first columns."""
     assert batch.page_indices is not None
     assert batch.kv_lens is not None
     (selection,) = batch.selections()
@@ -222,7 +222,7 @@ def _form(
 def by_lists(
     parts: list[Part], selected: NDArray[np.int32] | None, block_size: int | None, num_heads: int
 ) -> tuple[Part, ...]:
-    """The parts of a call with lists of blocks: one for the heads of each list."""
+    """The parts of a call, divided by the heads of each list of blocks; unchanged without lists."""
     if selected is None or block_size is None:
         return tuple(parts)
     group = num_heads // selected.shape[1]
@@ -272,7 +272,10 @@ def _of_pages(batch: RaggedTables) -> Form:
 
 
 def _of_lists(batch: DecodeBatch | PrefillBatch) -> Form:
-    """Each query, or each KV head of it, with a list of its own; the lists into a second cache follow the first's."""
+    """The form of a sparse batch, with one part per query, or per query and KV head.
+
+    Indices into a second cache follow those into the first.
+    """
     selections = list(batch.selections() if isinstance(batch, DecodeBatch) else (batch.selection,))
     rows = np.concatenate([each.widened.reshape(-1, *each.widened.shape[2:]) for each in selections])
     rows = rows.astype(np.float64)

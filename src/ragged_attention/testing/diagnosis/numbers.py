@@ -1,4 +1,4 @@
-"""Evidence in numbers: whose results those of a backend are, and what changes them that should not, or should."""
+"""Evidence from results: which faulty computation gives them, and which changes of the input affect them."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,36 +19,36 @@ from ragged_attention.testing.diagnosis.results import (
 from ragged_attention.testing.rounded_weights import Allowance, allowance, of_batch
 from ragged_attention.testing.runner import Declined, Runner
 
-NAN = "NaN or infinity of cache slots that no query sees reaches the results: mask the values too, since 0 * NaN is NaN"
+NAN = "NaN or infinity in cache slots that no query sees reaches the results: mask the values too, since 0 * NaN is NaN"
 FINITE = "finite values give NaN"
 FULL_SINK = "a sink of +inf gives NaN: it takes all weight, so out is 0"
 OF_NO_KEYS = "queries that see no key give NaN: their out is 0 and their lse -inf"
 UNLISTED = "it reads pages that the table does not list"
-PAST = "it reads cache slots that no query sees, in listed pages: past the lengths or behind a mask"
+PAST = "it reads cache slots that no query sees, in listed pages: past the lengths or hidden by a mask"
 UNSELECTED = "it reads rows that no list selects"
-UNSEEN = "it reads keys that no query sees: of no sequence, or behind a mask"
-STRIDES = "it fails only where arguments have strides of 0"
+UNSEEN = "it reads keys that no query sees: outside all sequences, or hidden by a mask"
+STRIDES = "it fails only if arguments have strides of 0"
 RESCALE = (
-    "sums are not rescaled where a later key has a larger logit: the accumulator and the sum of weights are to be "
-    "multiplied by exp(old maximum - new maximum)"
+    "sums are not rescaled if a later key has a larger logit: multiply the accumulator and the sum of weights by "
+    "exp(old maximum - new maximum)"
 )
 IMPRECISE = (
     "results are nearly right: something is rounded to 16 bits, such as logits, scaled queries, partial sums, or the "
     "weights before they are added up"
 )
 OVERFLOW = "exp overflows, or all weights underflow: subtract the largest logit of a query from all of them first"
-EXP = 87.0  # exp of more overflows in float32, and of minus as much is 0 or subnormal
-COARSE, LEAST = 2.0**-5, 1e-3  # an error of some roundings to bfloat16
+EXP = 87.0  # in float32, exp(x) overflows for slightly larger x, and exp(-x) is 0 or subnormal
+COARSE, LEAST = 2.0**-5, 1e-3  # relative and absolute error of several roundings to bfloat16
 ROUNDED = (
-    "softmax weights are rounded to 16 bits before the product with values, it seems: rounded_weights=True, or "
-    "--rounded-weights, allows that"
+    "softmax weights are probably rounded to 16 bits before the product with values: rounded_weights=True or "
+    "--rounded-weights allows that"
 )
-READ = (UNLISTED, PAST, UNSELECTED, UNSEEN)  # which say less than other causes
-LARGE = 3.0  # a logit that is larger than those of other keys, and not so large that their weights would not count
+READ = (UNLISTED, PAST, UNSELECTED, UNSEEN)  # less specific than other causes
+LARGE = 3.0  # a logit that exceeds those of the other keys, but leaves them weights that matter
 
 
 def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the results of a batch; NaN is left out of the cache if they are wrong without it."""
+    """Likely causes of wrong results on a batch, from its first variant that fails; variants without NaN come first."""
     if (form := form_of(batch)) is None:
         return
     clean = finite_queries(with_other_values(batch, form, ~form.read()))
@@ -58,7 +58,7 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
     for each in batches:
         try:
             got, want = results(runner, each, options), expected(each)
-        except Declined:  # of NaN and infinity
+        except Declined:  # some backends decline NaN and infinity
             continue
         if any(array.shape != want[name].shape for name, array in got.items()):
             return
@@ -84,7 +84,7 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
 
 
 def nearly(got: Results, want: Results, batch: Any) -> bool:
-    """Whether results are as far from the right ones as computing in 16 bits may bring them."""
+    """Whether results differ from the right ones by no more than computation in 16 bits would."""
     for name, array in got.items():
         finite = np.isfinite(want[name])
         bound = np.reshape(batch.mean_magnitudes(), array.shape) if name == "out" else np.ones(array.shape)
@@ -95,7 +95,7 @@ def nearly(got: Results, want: Results, batch: Any) -> bool:
 
 
 def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Allowance = 0.0) -> Iterator[str]:
-    """The candidates that have these results, then plain relations to the right ones, then single keys."""
+    """The causes of candidates with these results, then simple relations to the right results, then single keys."""
     if alike(without_nan(got, want), want, batch, rounding):
         yield OF_NO_KEYS
         return
@@ -114,29 +114,29 @@ def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Al
 
 
 def _of_full_sinks(got: Results, form: Form) -> bool:
-    """Whether only heads whose sink is +inf have NaN."""
+    """Whether there are sinks of +inf, and only their heads have NaN."""
     full = form.sinks == np.inf
     return bool(full.any()) and not np.isnan(got["out"][:, ~full]).any()
 
 
 def _overflow(form: Form) -> bool:
-    """Whether some query's largest logit is beyond what exp can take in float32."""
+    """Whether the largest logit of some query is too large or too small for exp in float32."""
     largest = attended(form)["max_logits"]
     return bool((np.abs(largest[np.isfinite(largest)]) > EXP).any())
 
 
 def is_right(runner: Runner, batch: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the results of a batch, if it is one of an attention, are right."""
+    """Whether the batch is an attention and its results are right."""
     if form_of(batch) is None:
         return False
     try:
         return alike(results(runner, batch, options), expected(batch), batch, allowance(runner, batch))
-    except Exception:  # whatever a kernel may raise, Declined included
+    except Exception:  # includes Declined and any error of a kernel
         return False
 
 
 def without_nan(got: Results, want: Results) -> Results:
-    """The results in which NaN for queries without keys, and so without any weight, is what it should be."""
+    """The results, with the right values in place of NaN for queries without keys."""
     return {
         name: np.where(np.isnan(array) & _without_keys(name, want), want[name], array) for name, array in got.items()
     }
@@ -152,7 +152,7 @@ def _without_keys(name: str, want: Results) -> NDArray[np.bool_]:
 def matching(
     got: Results, want: Results, batch: Any, others: Iterator[Candidate], rounding: Allowance = 0.0
 ) -> tuple[list[str], list[str]]:
-    """The causes of the candidates that have all of these results, and of those that have this wrong out."""
+    """The causes of candidates that match all results, and of those that match only a wrong out."""
     of_all: list[str] = []
     of_out: list[str] = []
     if not np.isfinite(got["out"]).any():
@@ -176,7 +176,7 @@ def computed(other: Any) -> Results:
 
 
 def of_scale(name: str, got: NDArray[np.float64], want: NDArray[np.float64]) -> Iterator[str]:
-    """Whether an array is a multiple of the right one."""
+    """A cause, if an array is a multiple of the right one."""
     where = np.isfinite(got) & np.isfinite(want)
     size = float((want[where] ** 2).sum())
     if size == 0:
@@ -191,11 +191,11 @@ def of_scale(name: str, got: NDArray[np.float64], want: NDArray[np.float64]) -> 
         yield f"every {name} is {factor:.3g} times the right one"
 
 
-# ---- evidence in further calls
+# ---- evidence from further calls
 
 
 def of_unseen(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any]) -> Iterator[str]:
-    """Whether other finite values in slots that no query sees change the results."""
+    """Causes, if other finite values in slots that no query sees change the results."""
     before = results(runner, batch.change(alike={}), options)
     read = form.read()
     listed = np.zeros(form.zeros, bool)
@@ -214,7 +214,7 @@ def of_unseen(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any]
 
 
 def of_order(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any]) -> Iterator[str]:
-    """Whether results are right if every query's first key has its largest logit, and wrong if its last key has."""
+    """`RESCALE`, if results are right with each query's largest logit at its first key, but wrong at the last."""
     passes = []
     for last in (False, True):
         if (q := towards(form, last=last)) is None:
@@ -226,7 +226,7 @@ def of_order(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any])
 
 
 def towards(form: Form, *, last: bool) -> NDArray[np.float64] | None:
-    """Queries that have their largest logit at the first or the last key that they see; None if some have not."""
+    """Queries whose largest logit is at the first or last key that they see; None if this fails for some query."""
     new = form.q.copy()
     for part in form.parts:
         seen = form.seen(part)

@@ -1,4 +1,4 @@
-"""The results of a call in one shape for all attentions, and the same call over other caches."""
+"""The results of any attention call in a common shape, and variants of a call with other caches or queries."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,18 +19,18 @@ from ragged_attention.testing.rounded_weights import Allowance
 from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.specs import VarlenBatch
 
-LARGE = 128.0  # at least one logit of `enlarged` is at least as far from 0; exp overflows in float32 at 89
-MOST = 2.0**15  # of a query, because float16 has no more than twice that
+LARGE = 128.0  # the least magnitude of the largest logit in `enlarged`; exp overflows in float32 at 89
+MOST = 2.0**15  # the largest magnitude of a query element; float16 ends at twice this
 
 
 def results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Results:
-    """What a backend computes for a batch, by names, with a row for each query."""
+    """A backend's results for a batch, by name, with a row for each query."""
     asked = {"return_lse": True} if isinstance(batch, (RaggedTables, VarlenBatch)) else {}
     return _named(runner.run(batch.OPERATION, batch, options=options, **asked), batch)
 
 
 def expected(batch: Any) -> Results:
-    """What the definition gives for a batch, in the same form."""
+    """The reference's results for a batch, in the same form."""
     return _named(batch.expected(), batch)
 
 
@@ -46,7 +46,7 @@ def _named(found: Any, batch: Any) -> Results:
 
 
 def kind_of(name: str, batch: Any) -> str:
-    """Which bounds hold for a result of a batch."""
+    """The kind of bounds in `compare` for a result of a batch."""
     if isinstance(batch, (DecodeBatch, PrefillBatch)):
         return f"{'decode' if isinstance(batch, DecodeBatch) else 'prefill'} {name}"
     if isinstance(batch, VarlenBatch) and batch.dtype != "float32":
@@ -55,14 +55,17 @@ def kind_of(name: str, batch: Any) -> str:
 
 
 def expect_alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0, of_logits: float = 0.0) -> None:
-    """Results agree within the bounds of the suite; out may be wrong by `rounding` besides, others by `of_logits`."""
+    """Raise AssertionError unless results agree within the bounds of the suite.
+
+    Out may additionally be wrong by `rounding`, and other results by `of_logits`.
+    """
     of_out = np.reshape(rounding, got["out"].shape) if np.ndim(rounding) and "out" in got else rounding
     for name, array in got.items():
         agrees(array, want[name], kind_of(name, batch), name, allowance=of_out if name == "out" else of_logits)
 
 
 def alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) -> bool:
-    """Whether results agree as `expect_alike` has it."""
+    """Whether results agree, by `expect_alike`."""
     try:
         expect_alike(got, want, batch, rounding)
     except AssertionError:
@@ -74,9 +77,9 @@ def alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) ->
 
 
 def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
-    """The batch in which each slot of its caches holds what the slot in `order` held; arrays without strides of 0.
+    """The batch with its cache slots permuted: slot i has the old contents of slot `order[i]`.
 
-    A cache whose slots are all -1 in it holds zeros.
+    A cache for which `order` is -1 everywhere is filled with zeros. No array has strides of 0 any more.
     """
     batch = batch.change(alike={})
 
@@ -104,9 +107,9 @@ def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
 
 
 def with_other_values(batch: Any, form: Form, where: NDArray[np.bool_], seed: int = 0) -> Any:
-    """The batch in which some of its slots hold what slots hold that are read, and are finite therefore.
+    """The batch with the slots in `where` overwritten by the contents of slots that some query sees.
 
-    A cache of which nothing is read holds zeros.
+    A cache without such slots is filled with zeros if `where` has all of its slots.
     """
     rng, order, start = np.random.default_rng(seed), np.arange(len(where)), 0
     read, sizes = form.read(), form.sizes
@@ -121,20 +124,23 @@ def with_other_values(batch: Any, form: Form, where: NDArray[np.bool_], seed: in
 
 
 def finite_queries(batch: Any) -> Any:
-    """The batch with finite numbers in the rows of q that take no part."""
+    """The batch with NaN and infinities in q replaced by finite numbers."""
     return batch.change(q=np.nan_to_num(batch.q, posinf=0.0, neginf=0.0))
 
 
 def with_queries(batch: Any, q: NDArray[Any]) -> Any:
-    """The batch with other queries, [T, H, D]."""
+    """The batch with the queries `q` [T, H, D], rounded to its dtype."""
     return batch.change(q=formats.rounded(q.reshape(batch.q.shape), batch.q_dtype or batch.dtype))
 
 
 def enlarged(batch: Any) -> tuple[Any, float] | None:
-    """The batch with queries as many times larger as a power of two says, and its largest logit; None if that is 0."""
-    if batch.q_dtype is not None:  # of 8 bits, which have no room
+    """The batch with queries multiplied by a power of two, and its largest logit.
+
+    None for 8-bit queries, for logits that are nearly 0, and if the queries would become too large.
+    """
+    if batch.q_dtype is not None:  # 8-bit queries have too small a range
         return None
-    # A cap takes away what is large, and beside a sink the weights of small logits are 0.
+    # A soft cap limits large logits, and a sink may take all weight from small ones.
     batch = batch.change(**{name: None for name in ("soft_cap", "sinks") if getattr(batch, name, None) is not None})
     form = form_of(batch)
     assert form is not None

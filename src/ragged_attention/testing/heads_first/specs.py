@@ -1,4 +1,4 @@
-"""Batches over heads-first pages: made from those of ragged attention, of which they are special cases."""
+"""Batches over heads-first pages, built from batches of ragged attention, of which they are special cases."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ from ragged_attention.testing.runner import HeadsFirstPages, Runner
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class HeadsFirstArrays(Arrays):
-    """What both operations' arguments share."""
+    """The arguments that both operations share."""
 
     q: NDArray[np.float32]
     k_pages: HeadsFirstPages
@@ -42,14 +42,14 @@ class HeadsFirstArrays(Arrays):
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         if name in ("k_pages", "v_pages"):
-            return "float32" if array.shape[-1] == 1 else self.cache_dtype  # scales, or what they belong to
+            return "float32" if array.shape[-1] == 1 else self.cache_dtype  # scales have a last axis of 1
         return super().dtype_of(name, array)
 
     def layout_of(self, name: str) -> str:
         return "pages" if name in ("k_pages", "v_pages") else "rows"
 
     def changed_pages(self, change: Any) -> Self:
-        """The same batch with every array of the cache changed."""
+        """The batch with `change` applied to every array of the cache."""
         new = {}
         for name in ("k_pages", "v_pages"):
             pages = getattr(self, name)
@@ -57,7 +57,7 @@ class HeadsFirstArrays(Arrays):
         return self.change(**new)
 
     def widened(self) -> Self:
-        """The same values in float32, a quantised cache dequantised into it."""
+        """The batch with its values in float32, dequantised if the cache is quantised."""
         cache_dtype = self.cache_dtype if self.quantized else None
         pages = {
             name: np.moveaxis(values_of(getattr(self, name), cache_dtype), 2, 0).astype(np.float32)
@@ -67,10 +67,10 @@ class HeadsFirstArrays(Arrays):
 
     @abc.abstractmethod
     def expected(self) -> NDArray[np.float64]:
-        """Out as the definition has it."""
+        """The reference's out."""
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
-        """The weighted means of the values' magnitudes, in the shape of out."""
+        """The weighted means of the values' magnitudes, in out's shape."""
         wide = self.widened()
         return wide.change(v_pages=np.abs(wide.v_pages)).expected()
 
@@ -102,19 +102,19 @@ class ChunkBatch(HeadsFirstArrays):
 
     @property
     def live(self) -> int:
-        """How many rows belong to the sequence."""
+        """The number of rows that belong to the sequence."""
         return rows_of_the_last_chunk(int(np.asarray(self.length).reshape(())), len(self.q))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSpec:
-    """The structure of a `paged_attention` call: that of a ragged one with one query a sequence."""
+    """The parameters of a `paged_attention` call, as a ragged call with one query for each sequence."""
 
     spec: Spec
-    scaled: bool = True  # whether pages of 8 bits come with scales
+    scaled: bool = True  # whether 8-bit pages come with scales
 
     def ragged(self) -> Batch:
-        """The ragged batch with the same numbers, but for the pages' scales."""
+        """The ragged batch with the same numbers, without the pages' scales."""
         lens = tuple((1, kv_len) for _, kv_len in self.spec.lens)
         return _plain(self.spec, lens=lens, padding=0, sliding_window=None).build()
 
@@ -125,17 +125,17 @@ class PagedSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkSpec:
-    """The structure of a `prefill_attention` call; of `spec`'s sequences and queries nothing is taken."""
+    """The parameters of a `prefill_attention` call. The `lens` and `padding` of `spec` are ignored."""
 
     spec: Spec
     length: int
     chunk: int
     align: str = "chunk"
-    given: str = "array"  # how the length is: int, array, scalar
+    given: str = "array"  # the type of `length`: int, array or scalar
     scaled: bool = True
 
     def ragged(self) -> Batch:
-        """The ragged batch with the same numbers, but for the pages' scales."""
+        """The ragged batch with the same numbers, without the pages' scales."""
         live = self.chunk if self.align == "end" else rows_of_the_last_chunk(self.length, self.chunk)
         return _plain(self.spec, lens=((live, self.length),), padding=self.chunk - live).build()
 
@@ -152,13 +152,13 @@ class ChunkSpec:
 
 
 def _plain(spec: Spec, **changes: Any) -> Spec:
-    """The spec without what these operations have not."""
+    """The spec without arguments that these operations lack."""
     none = dict.fromkeys(("sinks", "alibi", "bias", "ranges", "selection", "draft", "scales", "v_head_dim"))
     return dataclasses.replace(spec, **none, count="none", causal=True, combined=False, **changes)
 
 
 def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
-    """What a heads-first batch has of a ragged one."""
+    """The arguments of a heads-first batch that come from a ragged one."""
     rng = np.random.default_rng(spec.seed + 1)
     k_pages, v_pages = (np.ascontiguousarray(np.moveaxis(pages, 2, 0)) for pages in split(batch.kv_pages))
     pages: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
@@ -174,12 +174,12 @@ def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
 
 
 def check_paged(runner: Runner, batch: PagedBatch, options: Mapping[str, Any] | None = None) -> None:
-    """A batch's out agrees with the definition."""
+    """The backend's out agrees with the reference's."""
     got = runner.run("paged_attention", batch, options=options)
     compare.agrees(got, batch.expected(), batch.kind, allowance=allowance(runner, batch))
 
 
 def check_chunk(runner: Runner, batch: ChunkBatch, options: Mapping[str, Any] | None = None) -> None:
-    """A batch's out agrees with the definition."""
+    """The backend's out agrees with the reference's."""
     got = runner.run("prefill_attention", batch, options=options)
     compare.agrees(got, batch.expected(), batch.kind, allowance=allowance(runner, batch))

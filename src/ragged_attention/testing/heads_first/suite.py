@@ -1,4 +1,4 @@
-"""The checks of the operations over heads-first pages: corners, drawn batches and laws, as `suite` takes them up."""
+"""The checks of operations over heads-first pages that `suite` includes: corner cases, drawn batches and laws."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -111,7 +111,7 @@ CHUNKS: dict[str, ChunkSpec] = {
 
 
 def _out_of_range() -> PagedBatch:
-    """Lengths against the law, whose meaning the definition gives all the same."""
+    """A batch with invalid lengths, for which the results are still defined."""
     batch = _paged(num_kv_heads=2).build()
     return batch.change(lengths=np.array([-1, INT32.max, 37, INT32.min, 1000], np.int32))
 
@@ -174,7 +174,7 @@ def heads_first_is_a_matter_of_layout(runner: Runner, spec: PagedSpec) -> None:
 
 
 def the_last_row_is_a_decode(runner: Runner, spec: ChunkSpec) -> None:
-    """The last row of a chunk that belongs to the sequence is what paged attention gives for it."""
+    """The last row of a chunk that belongs to the sequence has the result of paged attention for this query."""
     spec = dataclasses.replace(spec, align="chunk", spec=dataclasses.replace(spec.spec, sliding_window=None))
     batch = spec.build()
     if not batch.live:
@@ -195,18 +195,18 @@ def the_last_row_is_a_decode(runner: Runner, spec: ChunkSpec) -> None:
 
 
 def alignments_meet(runner: Runner, spec: ChunkSpec) -> None:
-    """A chunk placed by "chunk" is, rolled, the chunk placed by "end": the same rows at the same positions."""
+    """A chunk's results are equal with align="chunk" and align="end" if its rows are rolled to the same positions."""
     batch = dataclasses.replace(spec, align="chunk").build()
     live = batch.live
     ended = batch.change(q=np.roll(np.nan_to_num(batch.q), -live, axis=0), align="end")
     out, at_end = runner.run("prefill_attention", batch), runner.run("prefill_attention", ended)
     rounding = np.broadcast_to(allowance(runner, batch, batch), out.shape)[:live]
     agrees(out[:live], at_end[len(batch.q) - live :], batch.kind, allowance=rounding)
-    identical(out[live:], np.zeros_like(out[live:]), "rows behind the length")
+    identical(out[live:], np.zeros_like(out[live:]), "rows past the length")
 
 
 def scaled_pages_are_their_values(runner: Runner, spec: PagedSpec) -> None:
-    """Quantised pages give what their dequantised values give."""
+    """Quantised pages give the same results as their dequantised values."""
     cached = spec.spec.cache_dtype if spec.spec.cache_dtype in formats.QUANTIZED else "int8"
     batch = PagedSpec(spec=dataclasses.replace(spec.spec, cache_dtype=cached)).build().change(dtype="float32")
     wide = batch.widened()
@@ -271,7 +271,7 @@ GARBAGE: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...
 
 
 def corners() -> Iterator[Check]:
-    """Every named batch, once, as the backend's own heuristic would run it; some on every path."""
+    """Checks that run every named batch with the backend's own options, and some with each set of options."""
     for name, build in PAGED_CORNERS.items():
         yield Check("corner", f"paged decode, {name}", on_corner(check_paged, build))
     for name, build in CHUNK_CORNERS.items():
@@ -285,7 +285,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn batches against the definition."""
+    """Checks that compare drawn batches with the reference."""
     yield Check(
         "agreement", "paged decode on drawn batches", on_drawn_paths("paged_attention", check_paged, paged_specs())
     )
@@ -295,6 +295,6 @@ def agreement() -> Iterator[Check]:
 
 
 def laws() -> Iterator[Check]:
-    """What holds of both without an oracle."""
+    """Checks of properties that need no reference result."""
     for name, (law, strategy) in HEADS_FIRST_LAWS.items():
         yield Check("law", name, on_drawn(law, strategy, 0.3))

@@ -1,1 +1,1 @@
-"""Checks of the lightning indexer: its logits, the top-k of them, its quantised keys."""
+"""Checks of the lightning indexer: its logits, their top-k, and its quantised keys."""

@@ -1,4 +1,4 @@
-"""A named call for every edge of the indexer's operations."""
+"""Named calls for the edge cases of the indexer's operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +26,10 @@ MODEL: dict[str, Any] = {
     "dtype": E4M3,
     "cache_dtype": BYTES,
     "page_size": 64,
-}  # of DeepSeek-V3.2
+}  # DeepSeek-V3.2
 
 SPECS: dict[str, IndexerSpec] = {
-    # Where keys lie and what they are.
+    # Layouts and formats of keys.
     "one key": IndexerSpec(lens=((1, 1),)),
     "mixed": IndexerSpec(lens=MIXED, dtype="bfloat16"),
     "mixed, pages of bytes": IndexerSpec(lens=MIXED, dtype="bfloat16", cache_dtype=BYTES, heads=8, head_dim=64),
@@ -131,7 +131,7 @@ GRADIENTS_ON_EVERY_PATH = (
     "more than 64 heads", "lists, more than 64 heads",
 )  # fmt: skip
 
-# Targets of training; a row of latents is a key.
+# Targets of training, in which keys are rows of latents.
 LATENTS: dict[str, Any] = {"packed": True, "poison": True, "head_dim": 576, "dtype": "bfloat16"}
 TARGETS: dict[str, TargetSpec] = {
     "lists": TargetSpec(of=IndexerSpec(lens=MIXED, **PLAIN, listed=6)),
@@ -162,7 +162,7 @@ TARGETS: dict[str, TargetSpec] = {
 TARGETS_ON_EVERY_PATH = ("lists as in the model", "lists, wild lengths", "wild ranges", "relative, fewer columns")
 TARGET_CORNERS: dict[str, Callable[[], TargetBatch]] = {name: spec.build for name, spec in TARGETS.items()}
 
-# Exact logits, so that there is one answer.
+# Calls whose logits are exact, so that only one selection is correct.
 EXACT: dict[str, IndexerSpec] = {
     "many ties": IndexerSpec(lens=MIXED, exact=True, top_k=6),
     "as in the model, top-k of 2048": IndexerSpec(lens=((1, 2500), (2, 300)), **MODEL, exact=True, top_k=2048),
@@ -236,14 +236,14 @@ WRITE: dict[str, WriteKeysSpec] = {
 
 
 def _wild_candidates() -> TopkBatch:
-    """The least and the largest of numbers as blocks."""
+    """Candidate lists with the smallest and the largest int32, and other invalid blocks."""
     batch = EXACT["candidates"].build_topk()
     lists = np.array([INT32.min, INT32.max, -1, 0, 2**30, -2, 1, 1], np.int32)
     return batch.change(candidate_blocks=np.tile(lists, (len(batch.q), 1)))
 
 
 def _fewer_sequences() -> IndexerBatch:
-    """What lies behind the live sequences would pass for two more."""
+    """A call whose entries past the live sequences would be valid as two more sequences."""
     return IndexerSpec(lens=(*MIXED, (2, 9), (3, 3))).build().change(num_seqs=np.array([len(MIXED)], np.int32))
 
 

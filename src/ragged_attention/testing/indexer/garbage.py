@@ -1,4 +1,4 @@
-"""Garbage for the indexer: any int32 in every index array."""
+"""Calls of the indexer with arbitrary int32 values in every index array."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -24,7 +24,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def garbage_spec(rng: np.random.Generator, seed: int) -> IndexerSpec:
-    """The structure of a valid call."""
+    """A spec of a random valid call."""
     packed = bool(rng.random() < 0.4)
     return IndexerSpec(
         lens=tuple((int(rng.integers(0, 5)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4))),
@@ -47,26 +47,26 @@ def garbage_spec(rng: np.random.Generator, seed: int) -> IndexerSpec:
 
 
 def garbage_call(seed: int) -> TopkBatch:
-    """A valid call whose index arrays are then filled with any int32."""
+    """A valid call with some of its index arrays filled with arbitrary int32 values."""
     rng = np.random.default_rng(seed)
     batch = garbage_spec(rng, seed).build_topk()
     return batch.change(**wild_arrays(rng, batch))
 
 
 def wild_arrays(rng: np.random.Generator, batch: KeysBatch) -> dict[str, NDArray[np.int32]]:
-    """Garbage for some of a call's index arrays, by name."""
+    """Garbage for a random choice of a call's index arrays, by name."""
     near = dict.fromkeys(("starts", "stops", "indices", "page_indices"), len(batch.keys))
     near |= {"kv_lens": 40, "cu_q_lens": len(batch.q), "num_seqs": 3, "candidate_blocks": 9}
     wild = {}
     for name, limit in near.items():
         array = getattr(batch, name, None)
-        if isinstance(array, np.ndarray) and rng.random() < 0.7:  # so that single ones are tried among valid ones
+        if isinstance(array, np.ndarray) and rng.random() < 0.7:  # so that garbage is also tried beside valid arrays
             wild[name] = garbage(rng, array.shape, limit)
     return wild
 
 
 def ascends(batch: KeysBatch) -> bool:
-    """Whether `cu_q_lens` does; if not, whose rows are whose is undefined."""
+    """Whether `cu_q_lens` ascends. If not, it is undefined which rows belong to which sequence."""
     if batch.cu_q_lens is None:
         return True
     count = len(batch.bounds())
@@ -87,7 +87,7 @@ def garbage_select(seed: int) -> SelectBatch:
 
 
 def garbage_logits(seed: int) -> IndexerBatch:
-    """A call of the logits, some of them over lists."""
+    """A call of `indexer_logits` with garbage; every third seed gives one over lists."""
     if seed % 3:
         return garbage_call(seed).logits_call()
     rng = np.random.default_rng(seed)
@@ -121,7 +121,7 @@ def _target(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     if listed := bool(rng.random() < 0.5):
         spec = dataclasses.replace(spec, relative=False, listed=int(rng.choice([1, 5, 20])))
     batch = TargetSpec(of=spec, wider=True, lens="wild" if listed and rng.random() < 0.5 else None).build()
-    # The lse of lists that are not known before is any number.
+    # For garbage lists, the true lse is unknown, so any finite number has to do.
     batch = batch.change(lse=np.where(batch.lse == -np.inf, 9, batch.lse + 9), **wild_arrays(rng, batch))
     if not np.isfinite(runner.run("attention_target", batch, options=options)).all():
         raise AssertionError("expected finite numbers from finite inputs, got others")
@@ -148,7 +148,7 @@ def _write(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     runner.run("write_indexer_cache", garbage_write(seed))
 
 
-# What is fed garbage, by the operation whose options it takes.
+# Each operation with a function that runs it on garbage.
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
     ("indexer_logits", _logits),
     ("indexer_logits_backward", _logits_backward),

@@ -1,8 +1,8 @@
-"""Calls of the gradient of the indexer's logits, and what it must give, by the definition.
+"""Calls of the gradient of the indexer's logits, and the comparison of their results with the reference.
 
-The derivative of relu jumps at 0, so a product that rounding may give either sign adds a whole term or none. Each
-gradient may be wrong by the terms of such products (`Gradients.allowance`), and, if it has 16 bits, by the rounding of
-every term's coefficient to them.
+The derivative of relu jumps at 0. If rounding can change the sign of a product, its term is added either whole or not
+at all, so each gradient may be wrong by the terms of such products (`allowances`). A gradient of 16 bits may also be
+wrong by the rounding of each term's coefficient.
 """
 
 import dataclasses
@@ -21,10 +21,14 @@ from ragged_attention.testing.runner import Runner
 
 OPERATION = "indexer_logits_backward"
 NAMES = ("d_q", "d_keys", "d_weights")
-SIZES = {"float32": 0.3, "float16": 0.03, "bfloat16": 0.03}  # of d_logits, so that gradients are about 1
-NEAR_ZERO = 1e-5  # a product of less than this part of its terms' magnitudes may come out with either sign
-COEFFICIENTS = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}  # relative errors of rounded coefficients
-DEVIATIONS = 4  # of a sum of rounding errors with random signs
+SIZES = {"float32": 0.3, "float16": 0.03, "bfloat16": 0.03}  # scale of d_logits, for which gradients are about 1
+NEAR_ZERO = 1e-5  # products below this fraction of their terms' summed magnitudes may get either sign
+COEFFICIENTS = {
+    "float32": 0.0,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+}  # relative errors of rounded coefficients, by dtype
+DEVIATIONS = 4  # standard deviations that a sum of rounding errors may reach
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,21 +46,21 @@ class LogitsGradientBatch(IndexerBatch):
         return self.arguments() | {name: decode(getattr(self, name), self.dtype) for name in ("q", "keys")}
 
     def visible(self) -> NDArray[np.bool_]:
-        """The columns that each token sees."""
+        """Whether each token sees each column, bool [T, N]."""
         visible = np.zeros((len(self.q), self.columns), bool)
         for token, columns, _ in self.seen():
             visible[token, columns] = True
         return visible
 
     def poisoned(self) -> Self:
-        """Also NaN and infinities as the gradients of logits that are -inf."""
+        """The poisoned batch, also with NaN and infinities as gradients of logits that are -inf."""
         poison = np.where(np.arange(self.columns) % 2, np.float32(np.nan), np.float32(np.inf))
         return super().poisoned().change(d_logits=np.where(self.visible(), self.d_logits, poison))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitsGradientSpec:
-    """The structure of a gradient: that of the call, whose keys are packed and of the dtype of its queries."""
+    """The parameters of a gradient: those of its forward call, which has packed keys of its queries' dtype."""
 
     of: IndexerSpec
 
@@ -74,7 +78,7 @@ class LogitsGradientSpec:
 
 
 def allowances(batch: LogitsGradientBatch) -> tuple[NDArray[np.float64], ...]:
-    """The errors that each gradient may have beside those of float32 sums."""
+    """The errors that each gradient may have in addition to those of float32 sums."""
     arguments = batch.definition()
     q, keys, weights = (np.asarray(arguments[name], np.float64) for name in ("q", "keys", "weights"))
     scale = np.ones(len(keys)) if batch.key_scale is None else batch.key_scale.astype(np.float64)
@@ -97,7 +101,7 @@ def allowances(batch: LogitsGradientBatch) -> tuple[NDArray[np.float64], ...]:
 
 
 def gradients_agree(got: tuple[Any, ...], want: tuple[Any, ...], batch: LogitsGradientBatch, what: str = "") -> None:
-    """d_q, d_keys and d_weights are those wanted."""
+    """Raise AssertionError unless d_q, d_keys and d_weights are as expected."""
     for name, mine, theirs, allowance in zip(NAMES, got, want, allowances(batch), strict=True):
         kind = "float32" if batch.dtype == "float32" or name == "d_weights" else "gradient"
         agrees(mine, theirs, kind, f"{name}{what}", allowance=allowance)

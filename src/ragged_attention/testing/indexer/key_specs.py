@@ -1,4 +1,4 @@
-"""Calls of the operations around the indexer: rows chosen from given logits, keys quantised and written."""
+"""Calls of the operations around the indexer: top-k of given logits, and quantising and writing keys."""
 
 import dataclasses
 from typing import Any
@@ -10,7 +10,7 @@ from ragged_attention.testing import formats
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.paged.specs import Arrays
 
-# Without subnormal numbers, which some devices take for 0.
+# There are no subnormal numbers, because some devices read them as 0.
 KINDS = np.array([0.0, -0.0, np.inf, -np.inf, np.nan, 2e-38, -2e-38, 3e38, -3e38], np.float32)
 
 
@@ -47,13 +47,13 @@ class WriteKeysBatch(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectSpec:
-    """The structure of a `top_k_indices` call."""
+    """The parameters of a `top_k_indices` call."""
 
     rows: int = 3
     columns: int = 40
     top_k: int = 5
-    values: str = "normal"  # few and one (many or all equal), zeros (of both signs), special, close (neighbours), wide
-    edges: str = "both"  # none, starts, stops, both, wild
+    values: str = "normal"  # few or one (different values), zeros (of both signs), special, close (neighbours), wide
+    edges: str = "both"  # the edges that are given: none, starts, stops, both, or wild (both, of any int32)
     strided: bool = False
     seed: int = 0
 
@@ -76,7 +76,7 @@ class SelectSpec:
         starts, stops = self._edges(rng, "starts"), self._edges(rng, "stops")
         columns = np.arange(self.columns)
         for edge, outside in ((starts, np.less), (stops, np.greater_equal)):
-            if edge is not None:  # what does not count is not read
+            if edge is not None:  # values outside the edges must not be selected
                 logits = np.where(outside(columns, edge[:, None]), np.float32(np.inf), logits)
         return SelectBatch(logits=logits, top_k=self.top_k, starts=starts, stops=stops, strided=self.strided)
 
@@ -91,12 +91,12 @@ class SelectSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeKeysSpec:
-    """The structure of a `quantize_indexer_keys` call."""
+    """The parameters of a `quantize_indexer_keys` call."""
 
     rows: int = 5
     head_dim: int = 32
     power_of_two: bool = False
-    reach: int = 0  # powers of ten between the largest and the smallest rows
+    reach: int = 0  # rows are scaled by up to this power of ten, up or down
     special: bool = False
     dtype: str = "float32"
     strided: bool = False
@@ -118,7 +118,7 @@ class QuantizeKeysSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteKeysSpec:
-    """The structure of a `write_indexer_cache` call in which no two tokens go to one slot."""
+    """The parameters of a `write_indexer_cache` call in which all tokens have different slots."""
 
     keys: QuantizeKeysSpec = QuantizeKeysSpec()
     num_pages: int = 3

@@ -1,6 +1,6 @@
-"""What holds of the indexer without asking the definition: `LAWS`, by the sentence each one states.
+"""`LAWS` of the indexer: properties that need no reference result, by the sentence that each one states.
 
-Logits are exact in these batches, small integers, so that a choice has to be the same and not only as good.
+The logits of these batches are small integers and therefore exact, so that selections must be equal, not just as good.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ Law = Callable[[Runner, IndexerSpec], None]
 
 
 def same(runner: Runner, one: TopkBatch, other: TopkBatch) -> None:
-    """Two calls have the same logits and choose the same."""
+    """Check that two calls have the same logits and select the same positions."""
     identical(
         runner.run("indexer_logits", one.logits_call()), runner.run("indexer_logits", other.logits_call()), "logits"
     )
@@ -53,7 +53,7 @@ def larger_weights_choose_the_same(runner: Runner, spec: IndexerSpec) -> None:
 
 
 def queries_do_not_mix(runner: Runner, spec: IndexerSpec) -> None:
-    """One call over all queries equals one for each sequence, or, where keys are packed, for each part of them."""
+    """A call has the same results as separate calls for its sequences or, with packed keys, halves of its queries."""
     batch = spec.build_topk()
     logits, chosen = runner.run("indexer_logits", batch.logits_call()), runner.run("indexer_topk", batch)
     for rows, alone in batch.parts():
@@ -69,7 +69,7 @@ def the_largest_of_its_logits(runner: Runner, spec: IndexerSpec) -> None:
 
 
 def pages_are_where_keys_lie(runner: Runner, spec: IndexerSpec) -> None:
-    """A sequence alone has the logits of its keys packed, each query with its range."""
+    """A paged sequence has the same logits as its keys in packed form with each query's causal range."""
     batch = dataclasses.replace(
         spec, packed=False, relative=False, max_keys=None, lens=spec.lens[:1], padding=0, count="none", cache_dtype=None
     ).build()
@@ -88,7 +88,7 @@ def pages_are_where_keys_lie(runner: Runner, spec: IndexerSpec) -> None:
 
 
 def rows_from_their_own_start(runner: Runner, spec: IndexerSpec) -> None:
-    """A row counted from its start holds the same logits, further to the left."""
+    """With `relative`, a row holds the same logits, moved left by its start."""
     fixed = {"packed": True, "relative": False, "max_keys": None}
     stored = None if spec.cache_dtype == BYTES else spec.cache_dtype
     batch = dataclasses.replace(spec, **fixed, cache_dtype=stored, ratio=1).build()
@@ -115,7 +115,7 @@ def the_same_bits_again(runner: Runner, spec: IndexerSpec) -> None:
     identical(runner.run("indexer_topk", batch), first[1], "positions")
 
 
-# ---- the gradient of the logits, of integers too: sums are exact in any order
+# ---- the gradient of the logits, also of integers, so that sums are exact in any order
 
 
 def gradient_of(runner: Runner, batch: LogitsGradientBatch) -> tuple[NDArray[Any], ...]:
@@ -136,7 +136,7 @@ def linear_in_d_logits(runner: Runner, spec: LogitsGradientSpec) -> None:
 
 
 def queries_add_up(runner: Runner, spec: LogitsGradientSpec) -> None:
-    """Calls of parts of the queries give the rows of these, and gradients of keys whose sum is that of one call."""
+    """Separate calls for parts of the queries give the same d_q and d_weights, and d_keys that add up."""
     batch = spec.build()
     d_q, d_keys, d_weights = gradient_of(runner, batch)
     d_keys_of_parts = np.zeros_like(d_keys)
@@ -149,7 +149,7 @@ def queries_add_up(runner: Runner, spec: LogitsGradientSpec) -> None:
 
 
 def ranges_are_lists(runner: Runner, spec: LogitsGradientSpec) -> None:
-    """Each row's range as a list, in another order, has the same logits and the same gradients."""
+    """A list of a row's range, in any order, gives the same gradients as the range."""
     batch = dataclasses.replace(spec, of=dataclasses.replace(spec.of, listed=None)).build()
     rng, most = np.random.default_rng(spec.of.seed), max((len(columns) for _, columns, _ in batch.seen()), default=0)
     indices, d_logits = np.full((len(batch.q), most + 1), -1, np.int32), np.full((len(batch.q), most + 1), np.nan)
@@ -165,7 +165,7 @@ def ranges_are_lists(runner: Runner, spec: LogitsGradientSpec) -> None:
 
 
 def keys_may_move(runner: Runner, spec: LogitsGradientSpec) -> None:
-    """A permutation of listed keys permutes their gradients, and changes nothing else."""
+    """Permuting the listed keys permutes their gradients and changes nothing else."""
     batch = dataclasses.replace(
         spec, of=dataclasses.replace(spec.of, listed=spec.of.listed or 5, relative=False, max_keys=None)
     ).build()
@@ -181,7 +181,7 @@ def keys_may_move(runner: Runner, spec: LogitsGradientSpec) -> None:
 
 
 def unseen_has_no_gradient(runner: Runner, spec: LogitsGradientSpec) -> None:
-    """What takes no part changes no gradient and has the gradient 0."""
+    """Unseen keys and idle queries change no gradient, and their own gradients are 0."""
     batch = spec.build()
     d_q, d_keys, d_weights = got = gradient_of(runner, batch.poisoned())
     same_gradients(got, gradient_of(runner, batch))

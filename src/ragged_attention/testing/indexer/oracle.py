@@ -1,4 +1,4 @@
-"""What the indexer's operations must give, by the definition."""
+"""Checks that compare the indexer's operations with the reference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ Logits = NDArray[np.float64]
 
 
 def expected(batch: IndexerBatch) -> tuple[Logits, Logits]:
-    """The logits, and what each would be if none of its products cancelled."""
+    """The reference logits, and what each would be if none of its products cancelled."""
     batch = batch.logits_call()
     whole = batch.magnitudes().change(weights=np.abs(batch.weights))
     return indexer_logits(**batch.definition()), indexer_logits(**whole.definition())
@@ -32,7 +32,7 @@ def check_logits(runner: Runner, batch: IndexerBatch, options: Mapping[str, Any]
 
 
 def check_topk(runner: Runner, batch: TopkBatch, options: Mapping[str, Any] | None = None) -> None:
-    """Every row is one that rounding of the logits allows."""
+    """Every row is a correct top-k, up to rounding errors in the logits."""
     logits, whole = expected(batch)
     if batch.candidate_blocks is not None and batch.candidate_block_size is not None:
         blocks = np.arange(batch.columns) // batch.candidate_block_size
@@ -42,7 +42,7 @@ def check_topk(runner: Runner, batch: TopkBatch, options: Mapping[str, Any] | No
 
 
 def check_exact_topk(runner: Runner, batch: TopkBatch, options: Mapping[str, Any] | None = None) -> None:
-    """Logits that are exact leave one answer, ties included."""
+    """With exact logits, the top-k is exactly the reference's, including ties."""
     got = runner.run("indexer_topk", batch, options=options)
     identical(got, indexer_topk(**batch.definition()), "positions")
 
@@ -53,7 +53,7 @@ def check_select(runner: Runner, batch: SelectBatch, options: Mapping[str, Any] 
 
 
 def check_quantize_keys(runner: Runner, batch: QuantizeKeysBatch) -> None:
-    """Codes and scales are the definition's."""
+    """Codes and scales equal the reference's."""
     codes, scales = runner.run("quantize_indexer_keys", batch)
     want_codes, want_scales = quantize_indexer_keys(**batch.arguments())
     identical(codes, want_codes, "values")
@@ -61,13 +61,13 @@ def check_quantize_keys(runner: Runner, batch: QuantizeKeysBatch) -> None:
 
 
 def check_write_keys(runner: Runner, batch: WriteKeysBatch) -> None:
-    """The keys are in their slots, to the last bit, and nothing else has changed."""
+    """The keys are in their slots with the reference's bits, and nothing else in the cache has changed."""
     want = write_indexer_cache(**batch.arguments())
     identical(canonical(runner.run("write_indexer_cache", batch)), canonical(want), "cache")
 
 
 def canonical(cache: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """A cache in which every scale of NaN has the same bits."""
+    """A copy of the cache in which all NaN scales have the same bits."""
     cache = np.array(cache, order="C")
     scales = planes(cache)[1]
     with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""Calls of the indexer's logits and top-k: their structure (`IndexerSpec`) and the NumPy arrays made from it."""
+"""Calls of the indexer's logits and top-k: `IndexerSpec`, and the NumPy arrays built from it."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -13,14 +13,14 @@ from ragged_attention.testing import formats
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.paged.specs import Arrays, misplaced, unread
 
-BYTES = "uint8"  # pages of e4m3 values with their scales behind them
+BYTES = "uint8"  # pages of e4m3 values, followed by their scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeysBatch(Arrays):
-    """Queries, and the keys that each sees: packed, or in pages."""
+    """The arguments that calls of the indexer share: queries, and packed or paged keys."""
 
-    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q",)  # the arguments that have a row for each token, in pages and packed
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q",)  # arguments with a row for each token
 
     q: NDArray[Any]
     keys: NDArray[Any]
@@ -35,7 +35,7 @@ class KeysBatch(Arrays):
 
     @property
     def from_own_start(self) -> bool:
-        """Whether columns of packed keys count from the first that a query sees."""
+        """Whether columns of packed keys are counted from the first key that a query sees."""
         return True
 
     @property
@@ -49,7 +49,7 @@ class KeysBatch(Arrays):
         return "rows" if name != "keys" else "blocks" if self.cache_dtype == BYTES else "pages"
 
     def definition(self) -> dict[str, Any]:
-        """The arguments as the definition takes them."""
+        """The keyword arguments for the reference function."""
         return self.arguments() | {"q_dtype": self.dtype, "key_dtype": self.cache_dtype}
 
     @property
@@ -58,7 +58,7 @@ class KeysBatch(Arrays):
 
     @property
     def token_capacity(self) -> int:
-        """The tokens of the longest sequence that a table can hold; the last of them may have no key yet."""
+        """The length, in tokens, of the longest sequence that a table can hold; the last tokens may have no key yet."""
         return (self.columns + 1) * self.tokens_per_key - 1
 
     @property
@@ -68,12 +68,12 @@ class KeysBatch(Arrays):
         return len(self.keys) if self.max_keys is None else self.max_keys
 
     def bounds(self) -> list[tuple[int, int]]:
-        """First and one-past-last query row of every live sequence of a paged call."""
+        """The first and the one-past-last query row of each live sequence of a paged call."""
         assert self.cu_q_lens is not None
         return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
 
     def seen(self) -> Iterator[tuple[int, NDArray[np.int64], Any]]:
-        """Of each token that sees a key: the columns, and where in `keys` these lie."""
+        """For each token that sees a key: the token, the columns that it sees, and their index into `keys`."""
         if self.page_indices is None:
             assert self.starts is not None and self.stops is not None  # noqa: PT018
             for token, edges in enumerate(zip(self.starts.tolist(), self.stops.tolist(), strict=True)):
@@ -94,19 +94,19 @@ class KeysBatch(Arrays):
                     yield token, columns[known], (pages[known], columns[known] % page_size)
 
     def magnitudes(self) -> Self:
-        """The batch without the signs of its queries, keys and scales, so that no product cancels another."""
+        """The batch with absolute values of queries, keys and scales, so that products do not cancel."""
         keys = self.keys.copy()
         if self.cache_dtype == BYTES:
             values, scales = planes(keys)
             values &= 0x7F
-            scales[..., 3] &= 0x7F  # the byte with the sign
+            scales[..., 3] &= 0x7F  # the byte that has the sign
         else:
             keys = keys & 0x7F if keys.dtype == np.uint8 else np.abs(keys)
         q = self.q & 0x7F if self.q.dtype == np.uint8 else np.abs(self.q)
         return self.change(q=q, keys=keys, key_scale=None if self.key_scale is None else np.abs(self.key_scale))
 
     def with_pages_moved(self, seed: int) -> Self:
-        """The same keys in other pages."""
+        """The batch with the same keys in other pages."""
         assert self.page_indices is not None
         order = np.random.default_rng(seed).permutation(len(self.keys))
         table = np.argsort(order)[self.page_indices].astype(np.int32)
@@ -114,7 +114,7 @@ class KeysBatch(Arrays):
         return self.change(keys=self.keys[order], key_scale=scale, page_indices=table)
 
     def parts(self) -> list[tuple[slice, Self]]:
-        """The rows and the call of each sequence or, if keys are packed, of each half of the queries."""
+        """Each sequence or, with packed keys, each half of the queries: its rows, and a call of only these rows."""
 
         def part(rows: slice, **others: Any) -> tuple[slice, Self]:
             return rows, self.change(**{name: getattr(self, name)[rows] for name in self.OF_TOKENS}, **others)
@@ -133,7 +133,7 @@ class KeysBatch(Arrays):
         return found
 
     def poisoned(self) -> Self:
-        """NaN in every key that no query sees, and in every query that sees no key."""
+        """The batch with NaN in every key that no query sees, and in every query that sees no key."""
         unread = np.ones(self.keys.shape[: 2 if self.paged else 1], bool)
         idle = np.ones(len(self.q), bool)
         for token, _, where in self.seen():
@@ -152,7 +152,7 @@ class KeysBatch(Arrays):
         return self.change(keys=keys, q=q, key_scale=scale)
 
     def with_garbage_tails(self, seed: int) -> Self:
-        """Garbage in every entry of the tables that must not be read: any int32, or what would pass for valid."""
+        """The batch with garbage in unused entries of its tables and lengths: any int32, or values that look valid."""
         if self.page_indices is None:
             return self
         assert self.kv_lens is not None
@@ -203,7 +203,7 @@ class IndexerBatch(KeysBatch):
         return self.ratio
 
     def logits_call(self) -> "IndexerBatch":
-        """The call of the logits alone."""
+        """The `indexer_logits` call with the same arguments."""
         names = [field.name for field in dataclasses.fields(IndexerBatch)]
         return IndexerBatch(**{name: getattr(self, name) for name in names})
 
@@ -228,7 +228,7 @@ class TopkBatch(IndexerBatch):
 
 
 def pages_of_bytes(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """Pages of bytes that hold e4m3 codes [P, G, D] and scales [P, G]."""
+    """Pages in bytes with the e4m3 codes [P, G, D] and scales [P, G]."""
     num_pages, page_size, head_dim = codes.shape
     cache = np.empty((num_pages, page_size, 1, head_dim + 4), np.uint8)
     for plane, stored in zip(planes(cache), (codes, scales[..., None].astype("<f4").view(np.uint8)), strict=True):
@@ -238,26 +238,26 @@ def pages_of_bytes(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDA
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerSpec:
-    """A call's structure: everything about it but the numbers."""
+    """All parameters of a call except its values, which `build` draws from `seed`."""
 
-    lens: tuple[tuple[int, int], ...] = ((1, 9),)  # (q_len, kv_len) of each sequence; packed ones too
+    lens: tuple[tuple[int, int], ...] = ((1, 9),)  # (q_len, kv_len) of each sequence, also of packed ones
     packed: bool = False
     heads: int = 3
     head_dim: int = 16
     dtype: str = "float32"
-    cache_dtype: str | None = None  # None: that of q
+    cache_dtype: str | None = None  # None: `dtype`
     page_size: int = 4
     ratio: int = 1
-    scaled: bool = False  # whether keys that are not pages of bytes have scales
-    exact: bool = False  # small integers, so that logits are exact, with many of them equal
-    special: bool = False  # some keys that are seen hold NaN or infinities
-    count: str = "none"  # how num_seqs is given: none, int, array
+    scaled: bool = False  # whether keys have separate scales; pages of bytes always hold theirs
+    exact: bool = False  # small integers, so that logits are exact and many are equal
+    special: bool = False  # some visible keys hold NaN or infinities
+    count: str = "none"  # the type of num_seqs: none, int or array
     spare_seqs: int = 0
     padding: int = 0  # query rows past the last sequence
     spare_columns: int = 0
     invalid_pages: bool = False
-    repeated_pages: bool = False  # each sequence lists one page all over
-    ranges: str = "causal"  # of packed keys: causal, any, or wild int32
+    repeated_pages: bool = False  # all table entries of a sequence are one page
+    ranges: str = "causal"  # ranges of packed keys: causal, any, or wild (any int32)
     listed: int | None = None  # the number of entries in each token's list, which replaces its range of packed keys
     relative: bool = False
     max_keys: int | None = None
@@ -306,7 +306,7 @@ class IndexerSpec:
         return rng.integers(-2, 3, shape).astype(np.float32) if self.exact else rng.standard_normal(shape)
 
     def _keys(self, rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, Any]:
-        """Keys of a leading shape, with their scales if they have some."""
+        """The keys [*shape, head_dim], and their scales if they have separate ones."""
         numbers = self._numbers(rng, (*shape, self.head_dim))
         if self.special:
             kinds = np.array([np.nan, np.inf, -np.inf], np.float32)
@@ -319,7 +319,7 @@ class IndexerSpec:
         return {"keys": formats.stored(numbers, self.stored), "key_scale": scales if self.scaled else None}
 
     def _ranges(self, rng: np.random.Generator) -> dict[str, Any]:
-        """Packed keys of sequences one after another, and what each query sees of them."""
+        """The packed keys of consecutive sequences, and each query's range or list of them."""
         edges = np.cumsum([0, *(kv_len for _, kv_len in self.lens)])
         starts, stops = [], []
         for (q_len, kv_len), first in zip(self.lens, edges.tolist(), strict=False):
@@ -336,7 +336,7 @@ class IndexerSpec:
         return self._keys(rng, (limit,)) | found | {"relative": self.relative, "max_keys": self.max_keys}
 
     def _lists(self, rng: np.random.Generator, starts: Any, stops: Any, limit: int) -> NDArray[np.int32]:
-        """Lists of packed keys: a choice among those of each token's causal range, then -1; or any numbers."""
+        """Lists of packed keys: a random choice from each token's causal range, padded with -1; or any numbers."""
         shape = (len(starts), self.listed or 0)
         if self.ranges == "wild":
             return garbage(rng, shape, limit)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies of the indexer's calls: they draw a structure and a seed."""
+"""Hypothesis strategies that draw specs for calls of the indexer."""
 
 import dataclasses
 from typing import Any
@@ -18,7 +18,7 @@ HEAD_DIMS = (16, 32, 48, 128)
 
 @st.composite
 def indexer_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> IndexerSpec:
-    """Any valid call. `clean` leaves out what laws bring in by themselves: poison, garbage, missing pages."""
+    """Any valid call. `clean` excludes what laws add themselves, such as poison, garbage and missing pages."""
     lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
     packed = draw(st.sampled_from([False, False, True]))
     dtype = draw(st.sampled_from([*DTYPES, E4M3]))
@@ -58,7 +58,7 @@ def indexer_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> Inde
 
 @st.composite
 def listed_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> IndexerSpec:
-    """Any valid call of the logits over lists of packed keys."""
+    """Any valid `indexer_logits` call over lists of packed keys."""
     spec = draw(indexer_specs(clean=clean, packed=True, relative=False, max_keys=None, ratio=1, cache_dtype=None))
     listed = draw(st.sampled_from([5, 1, 16, 40]))
     return dataclasses.replace(spec, **{"listed": listed} | fixed)
@@ -66,7 +66,7 @@ def listed_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> Index
 
 @st.composite
 def logits_gradient_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> LogitsGradientSpec:
-    """Any valid gradient of the logits, over ranges or lists. `fixed` are fields of the forward call."""
+    """Any valid gradient of the logits, over ranges or lists. `fixed` has fields of the forward call."""
     dtype = draw(st.sampled_from(DTYPES))
     given: dict[str, Any] = {"dtype": dtype, "cache_dtype": None, "special": False, **fixed}
     if draw(st.booleans()):
@@ -76,7 +76,7 @@ def logits_gradient_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any)
 
 @st.composite
 def target_specs(draw: st.DrawFn, *, clean: bool = False) -> TargetSpec:
-    """Any valid target, over ranges or lists."""
+    """Any valid `attention_target` call, over ranges or lists."""
     given: dict[str, Any] = {"cache_dtype": None, "special": False, "scaled": False}
     given |= {"dtype": draw(st.sampled_from(DTYPES)), "head_dim": draw(st.sampled_from([*HEAD_DIMS, 576]))}
     listed = draw(st.booleans())

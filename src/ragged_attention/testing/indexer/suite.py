@@ -1,4 +1,4 @@
-"""The checks of the indexer, as `suite` takes them up."""
+"""The checks of the indexer that `suite` includes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -54,7 +54,7 @@ ON_EVERY_PATH: tuple[tuple[str, str, CheckOf, Mapping[str, Callable[[], Any]], t
 
 
 def corners() -> Iterator[Check]:
-    """Every named call, once, as the backend's own heuristic would run it; some on every path."""
+    """Checks that run every named call with the backend's own options, and some with each set of options."""
     for what, check, builders in CORNERS:
         for name, build in builders.items():
             yield Check("corner", f"{what}, {name}", on_corner(check, build))
@@ -65,7 +65,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn calls against the definition."""
+    """Checks that compare drawn calls with the reference."""
     yield Check(
         "agreement", "indexer logits on drawn batches", on_drawn_paths("indexer_logits", check_logits, indexer_specs())
     )
@@ -90,7 +90,7 @@ def agreement() -> Iterator[Check]:
 
 
 class _Topk:
-    """A structure that builds the call of the top-k."""
+    """A spec that builds an `indexer_topk` call."""
 
     def __init__(self, spec: IndexerSpec) -> None:
         self.spec = spec

@@ -1,4 +1,4 @@
-"""Calls of `attention_target`, and what it must give: by the definition, and by laws that need none."""
+"""Calls of `attention_target`, their comparison with the reference, and laws that need none."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ OPERATION = "attention_target"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TargetBatch(IndexerBatch):
-    """The arguments of one `attention_target` call in NumPy; the weights are the indexer's."""
+    """The arguments of one `attention_target` call in NumPy. The call does not use `weights`."""
 
     OF_TOKENS = ("q", "weights", "lse")
 
@@ -51,13 +51,13 @@ class TargetBatch(IndexerBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetSpec:
-    """The structure of a target: that of a call of the indexer over packed keys, and what else it has."""
+    """The parameters of an `attention_target` call: those of an indexer call over packed keys, and its own."""
 
     of: IndexerSpec
     sm_scale: float | None = None
-    blind_heads: float = 0.0  # the share of lse that are -inf, as of heads without keys
-    wider: bool = False  # whether the attention saw more keys than those listed, so that probabilities sum to less
-    lens: str | None = None  # topk_lens: None, "any", "wild"
+    blind_heads: float = 0.0  # the fraction of lse that is -inf, as for heads without keys
+    wider: bool = False  # whether the attention saw more keys than are listed, so that probabilities sum to less than 1
+    lens: str | None = None  # kind of topk_lens: None, "any" or "wild"
 
     def build(self) -> TargetBatch:
         spec, rng = dataclasses.replace(self.of, poison=False), np.random.default_rng(self.of.seed + 1)
@@ -103,7 +103,7 @@ def rows_sum_to_one(runner: Runner, spec: TargetSpec) -> None:
 
 
 def a_constant_drops_out(runner: Runner, spec: TargetSpec) -> None:
-    """A constant for each token, added to the lse of all heads, changes nothing."""
+    """Adding a constant for each token to the lse of all heads changes nothing."""
     batch = spec.build()
     constant = np.random.default_rng(spec.of.seed).integers(-3, 4, (len(batch.q), 1)).astype(np.float32)
     other = runner.run(OPERATION, batch.change(lse=batch.lse + constant))
@@ -123,7 +123,7 @@ def queries_do_not_mix(runner: Runner, spec: TargetSpec) -> None:
 
 
 def ranges_are_lists(runner: Runner, spec: TargetSpec) -> None:
-    """Each row's range as a list, in another order, has the same target."""
+    """A list of a row's range, in any order, gives the same target as the range."""
     batch = dataclasses.replace(spec, of=dataclasses.replace(spec.of, listed=None)).build()
     rng, most = np.random.default_rng(spec.of.seed), max((len(columns) for _, columns, _ in batch.seen()), default=0)
     indices, places = np.full((2, len(batch.q), most + 1), -1, np.int32)
