@@ -20,7 +20,7 @@ from typing import Any
 
 from ragged_attention import config, tuning
 from ragged_attention.calls import Call, Device
-from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
 from ragged_attention.host import forking
 from ragged_attention.protocols import Implementation, Launcher, complete
 
@@ -113,6 +113,17 @@ def package_of(backend: str) -> str | None:
     return PACKAGES.get(backend) or third_party_packages().get(backend)
 
 
+def missing_package(package: str) -> str:
+    """The sentence that says of a package that it is not installed, and how to install it if it is of an extra."""
+    return f"{package} is not installed" + (f": {how_to_install(EXTRAS[package])}" if package in EXTRAS else "")
+
+
+def missing_need(backend: str) -> str | None:
+    """The package that a backend needs and that is not installed, or None."""
+    needs = NEEDS.get(backend)
+    return needs if needs and needs not in sys.modules and not _exists(needs) else None
+
+
 @functools.cache
 @forking.postponed()  # a process forked during the import would keep a partly imported module
 def load(operation: str, backend: str) -> Implementation:
@@ -120,9 +131,8 @@ def load(operation: str, backend: str) -> Implementation:
     package = package_of(backend)
     if package is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
-    if (needs := NEEDS.get(backend)) and needs not in sys.modules and not _exists(needs):
-        extra = f"; it comes with the extra {EXTRAS[needs]}" if needs in EXTRAS else ""
-        raise BackendMissing(f"{needs} is not installed{extra}")
+    if (needs := missing_need(backend)) is not None:
+        raise BackendMissing(missing_package(needs))
     if backend not in PACKAGES and not _exists(package):
         raise BackendMissing(f"its package {package} cannot be found")
     if not _exists(f"{package}.{operation}"):

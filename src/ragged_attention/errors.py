@@ -18,3 +18,8 @@ class Unsupported(RuntimeError):
 
 class BackendMissing(Unsupported):
     """The requested backend is not installed, or does not offer the operation."""
+
+
+def how_to_install(*extras: str) -> str:
+    """How to install this package with `extras`, as part of a message's sentence. The package is on no index."""
+    return f"run pip install '.[{','.join(extras)}]' in a checkout of ragged-attention"

@@ -1,11 +1,9 @@
-"""The names that `ragged_attention.testing` offers, loaded once one of them is asked for."""
+"""The public names of `ragged_attention.testing`, which loads this module when one of them is first used."""
 
-from importlib.util import find_spec
+from ragged_attention.testing.environment import missing_tools
 
-if missing := [name for name in ("hypothesis", "ml_dtypes", "pytest") if find_spec(name) is None]:
-    raise ImportError(
-        f"ragged_attention.testing needs {' and '.join(missing)}: install the extra, ragged-attention[testing]"
-    )
+if reason := missing_tools():
+    raise ImportError(f"ragged_attention.testing {reason}")
 
 from ragged_attention.testing.compare import agrees as agrees
 from ragged_attention.testing.guarding import guarded as guarded
