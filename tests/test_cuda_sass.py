@@ -1,4 +1,4 @@
-"""The compiled CUDA kernels are as planned, and the reader of machine code that says so tells good code from bad."""
+"""The machine code of the CUDA kernels is as planned, and its reader tells good code from bad."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ from ragged_attention.errors import BackendMissing
 from ragged_attention.kernels_cuda import _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
 
-# A loop over blocks with a wait inside, whose slow path lies behind the end, and a loop that does no work.
+# A loop over blocks that contains a wait, whose slow path follows the kernel's end, and a loop that does no work.
 CODE = """\
 		Function : _ZN2op6kernelI6SeesawIN7cutlass10bfloat16_tELi576ELb1EEiEEvT0_
 	.headerflags	@"EF_CUDA_TEXMODE_UNIFIED EF_CUDA_64BIT_ADDRESS EF_CUDA_SM90"
@@ -73,7 +73,7 @@ def test_machine_code_is_read() -> None:
 
 def test_the_loop_that_works_is_found_with_its_slow_paths() -> None:
     (loop,) = sass.kernels_of(CODE, USAGE)[0].loops
-    assert loop.instructions == 8  # 0x20 to 0x60, and what waits at 0x90
+    assert loop.instructions == 8  # 0x20 to 0x60, and the slow path of the wait at 0x90
     assert (loop["HGMMA"], loop["mbarrier"]) == (2, 1)
 
 
@@ -82,10 +82,10 @@ def test_of_nested_loops_the_inner_one_is_meant() -> None:
         return sorted(sass.natural_loops(edges), key=len)
 
     assert loops({0: [1], 1: [2], 2: [2, 3], 3: [1, 4], 4: []}) == [{2}, {1, 2, 3}]
-    assert loops({0: [1, 2], 1: [2], 2: [1, 3], 3: []}) == []  # entered in two places: no loop of anybody's
+    assert loops({0: [1, 2], 1: [2], 2: [1, 3], 3: []}) == []  # a cycle with two entries is not a loop
 
 
-# A loop over blocks of keys as Triton makes it, one over pages, and one of plain products.
+# A loop over blocks of keys as Triton compiles it, a loop over pages, and a loop of plain products.
 LOOPS = """\
         /*0000*/                   LDG.E R2, desc[UR4][R2.64] ;
         /*0010*/               @P1 BRA 0x0 ;
@@ -144,7 +144,7 @@ def test_a_kernel_is_named_by_its_body(signature: str, body: str) -> None:
 
 
 def planned(**changes: object) -> sass.Kernel:
-    """A kernel of which nothing is wrong, and what is changed of it."""
+    """A kernel without problems, with some of its fields changed."""
     kinds = {"HGMMA": 44, "LDGSTS": 64}
     settled = changes.pop("settled", 3)
     consumer = sass.Counts(900, (("64x64x16", 36),), {"HGMMA": 22, "settled": settled})  # type: ignore[dict-item]
@@ -218,10 +218,10 @@ def test_check_compares_with_the_page(
     capsys.readouterr()
     assert cuda_sass.main(["--check"]) == 1
     assert "+| `Seesaw<f16, 576, true>` | 168 | 72, 216 | 8 | 0 | 229376 |" in capsys.readouterr().err
-    # What another compiler makes of it is judged, not compared.
+    # The code of another compiler version is checked, but not compared with the saved table.
     monkeypatch.setattr(cuda_sass, "compiler", lambda: "nvcc 2.")
     assert cuda_sass.main(["--check"]) == 0
-    assert "of another compiler than nvcc 2." in capsys.readouterr().err
+    assert "written with another compiler than nvcc 2." in capsys.readouterr().err
     kernels[:] = [planned(local=8)]
     assert cuda_sass.main(["--check"]) == 1
 
@@ -239,7 +239,7 @@ def test_without_a_compiler_there_is_nothing_to_read(
 
 @pytest.fixture(scope="module")
 def kernels() -> list[sass.Kernel]:
-    pytest.importorskip("triton")  # has the disassembler
+    pytest.importorskip("triton")  # provides the disassembler
     if reason := _native.why_not():
         pytest.skip(reason)
     return sass.read(Path(_native.library()._name))

@@ -2,10 +2,9 @@
 
     python -m benchmarks.compiled.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
-The command needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. It uses whichever Triton is
-imported. It fails if a kernel does not compile, spills, or needs more shared memory than the device has. On sm_90 it
-also fails if a kernel lacks wgmma although its products have enough rows, or lacks a proxy fence that wgmma needs. In
-the inner loops of workloads it rejects local memory and loads that are too narrow.
+benchmarks/results/compiled.txt lists the digests of all compilations that have passed, so a run compiles only what has
+changed and adds the compilations that pass. With `--afresh` it compiles everything. `--check` leaves the list as it is
+and compiles a sample of the passed compilations again. Each run writes its tables to build/compile_matrix_VERSION.md.
 
 benchmarks/results/compiled.txt lists the digests of all compilations that have passed, so a run compiles only what
 changed since then and adds what passes. With `--afresh` it compiles everything. `--check` leaves the list as it is and
@@ -44,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 PASSED = ROOT / "benchmarks" / "results" / "compiled.txt"
 REPORTS = ROOT / "build"
 
-# One case for each piece of code that the named shapes compile to. The other cases repeat it with other numbers.
+# One case for each piece of code that the named shapes compile to. The other cases differ from these only in numbers.
 COVERING = (
     "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
     "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
@@ -56,7 +55,8 @@ COVERING = (
     "mha_128_4k", "mha_128_4k_backward", "mha_192_4k", "mha_192_4k_backward", *varlen_cases.COMPILED_ONLY,
     "indexer_decode_64x32k", "indexer_prefill_4k", *indexer_cases.COMPILED_ONLY, *blocks_cases.COMPILED_ONLY,
 )  # fmt: skip
-# With these cases, sm_90 has all code that the workloads launch, except for code that differs only in numbers.
+# Together with these cases, sm_90 compiles all code that the workloads launch, except code that differs only in
+# numbers.
 TARGETS = (
     "decode_64x4k_page256", "speculative_tree_64q4s4k", "gpt_oss_full_64x4k", "gpt_oss_prefill_4k", "gemma2_32x4k",
     "gemma3_32x4k", "prefill_2k", "gemma4_global_32x4k", "fp8_64x4k_page64",
@@ -65,7 +65,7 @@ TARGETS = (
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward", "indexer_decode_1x128k",
 )  # fmt: skip
-# The shapes that fill shared memory. They suffice on architectures that differ from another mainly in its size.
+# The shapes that fill shared memory. They suffice on architectures that differ from another one mainly in its size.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
     "int8_mixed", "fnuz_64x4k", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8",
@@ -75,7 +75,7 @@ FEWER = (
     "blocks_prefill_float32", "blocks_128_prompt", "blocks_128_decode", "mha_blocks_64", "mha_blocks_64_backward",
 )  # fmt: skip
 FEWER_CASES_ON = ("sm_86", "sm_100", "sm_120", "gfx950")
-# Latent attention compiles slowly, so sm_90 compiles all of its cases and the other architectures one for each tile.
+# Latent attention compiles slowly. So sm_90 compiles all its cases, the other architectures one for each tile.
 LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
@@ -89,7 +89,7 @@ ATTENTIONS = (
     "indexer_logits_backward", "attention_target",
     "select_blocks", "block_scores", "top_k_blocks",
 )  # fmt: skip
-# All other operations only copy, so fewer shapes cover them.
+# The cases for all other operations, which only copy and therefore need fewer shapes.
 COPYING = (
     "decode_64x4k", "fp8_64x4k", "fnuz_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
@@ -97,11 +97,11 @@ COPYING = (
     "mla_ragged_two_scales", "mla_ragged_int8_h16", "indexer_decode_64x32k", "indexer_prefill_4k",
 )  # fmt: skip
 
-SPOT_CHECK = 24  # `--check` compiles one in this number of the passed compilations again
+SPOT_CHECK = 24  # `--check` compiles one in SPOT_CHECK of the passed compilations again
 SAVED_EVERY = 30.0  # seconds between two saves while compiling
 
-# The kernels with matrix products. Of the bytes that an inner loop of theirs loads in a workload, at least LEAST_WIDE
-# must come 16 at a time. After a change that makes a check stricter, `--afresh` has to compile everything again.
+# The kernels with matrix products. In a workload, at least LEAST_WIDE of the bytes that an inner loop of such a kernel
+# loads must come 16 at a time. After a change that makes a check stricter, run `--afresh`.
 MULTIPLYING = (
     "tile_kernel", "split_kernel", "latent_kernel", "ragged_latent_kernel", "forward_kernel", "dkv_kernel", "dq_kernel",
     "bias_kernel", "selected_kernel", "selected_dkv_kernel", "gradient_kernel",
@@ -109,8 +109,8 @@ MULTIPLYING = (
     "block_scores_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
-# Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: a lower bound of their own and the
-# reason. docs/compile_matrix.md shows them. The second table is for the older Triton, where it does worse.
+# Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: (another lower bound, the reason).
+# docs/compile_matrix.md shows them. The second table is for the older Triton, which does worse.
 Exceptions = dict[tuple[str, str, str], tuple[float, str]]
 ROTARY = "the 64 rotary columns of 16 keys give each of 256 threads only 8 bytes"
 EIGHT_BITS = "without e4m3, values go from shared memory straight into an operand that takes 8 bytes at a time"
@@ -147,7 +147,7 @@ NARROW_ON_OLDER: Exceptions = {
 }
 # Bytes per thread that the older Triton may spill: it has no registers left for the 64-bit offsets of tokens.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8, "key_kernel": 24}
-# The block size that gives the number of rows of a kernel's products (default: q). wgmma needs at least 64 rows.
+# The block size that gives the number of rows of a kernel's products (by default "q"). wgmma needs at least 64 rows.
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
     "tile_logits_kernel": "n", "walk_logits_kernel": "n", "list_logits_kernel": "n", "query_kernel": "h",
@@ -189,7 +189,7 @@ class Row:
 
     @property
     def workload(self) -> str | None:
-        """The first case that is a workload; cases that only show that something compiles are not."""
+        """The first case that is a workload, or None. Other cases only show that something compiles."""
         return next((name for name in self.cases if name in catalogue.CASES), None)
 
     @property
@@ -201,7 +201,7 @@ class Row:
 
 @functools.cache
 def calls_for(case: str, arch: str) -> tuple[Call, ...]:
-    """The calls of the case, one for each form of an operation, that the Triton backend accepts."""
+    """The calls of the case, one for each form of an operation, that the Triton backend takes."""
     return tuple(call for call in _calls_of(case, arch) if declined(call) is None)
 
 
@@ -235,7 +235,7 @@ Planned = dict[str, tuple[Job, Row]]
 def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
     """All compilations by digest, each with its job and the row that receives its facts.
 
-    A digest ends with + where the loops are judged as those of a workload, because it has then passed more checks.
+    A digest ends with + if its loops are checked as those of a workload, since it has then passed more checks.
     """
     planned: Planned = {}
     for arch in archs:
@@ -249,7 +249,7 @@ def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
 
 
 def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
-    """The calls that the Triton backend declines and therefore nothing compiles, with its reasons."""
+    """The calls that the Triton backend declines, which are therefore not compiled, with its reasons."""
     return [
         f"{arch} {call.OPERATION} ({name}): {reason}"
         for arch in archs
@@ -260,9 +260,9 @@ def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
 
 
 def missing_operations() -> list[str]:
-    """Operations of the Triton backend that no case calls."""
-    room = importlib.import_module(dispatch.PACKAGES["triton"])
-    offered = {name for name in CALLS if importlib.util.find_spec(f"{room.__name__}.{name}")}
+    """The operations of the Triton backend that no case calls."""
+    package = importlib.import_module(dispatch.PACKAGES["triton"])
+    offered = {name for name in CALLS if importlib.util.find_spec(f"{package.__name__}.{name}")}
     called = {call.OPERATION for name in covering("sm_90") for call in _calls_of(name, "sm_90")}
     return sorted(offered - called)
 
@@ -280,7 +280,7 @@ def _compile(job: Job) -> compiling.Facts:
 def compile_all(
     planned: Planned, jobs: int, console: Console, report: Callable[[str, Row], None] = lambda digest, row: None
 ) -> None:
-    """Compile everything planned in `jobs` processes, from an empty cache; call `report` after each compilation."""
+    """Compile all of `planned` in `jobs` processes, from an empty cache. `report` is called after each compilation."""
     if not planned:
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -350,7 +350,7 @@ def wgmma_failure(row: Row, version: str = "") -> str | None:
 
 
 def loop_failure(row: Row, version: str = "") -> str | None:
-    """What is wrong with the inner loops of a workload's kernel, by NVIDIA's machine code."""
+    """The problem with the inner loops of a workload's kernel, according to NVIDIA's machine code, or None."""
     if row.facts.error or not row.workload or row.kernel not in MULTIPLYING or not row.arch.startswith("sm_"):
         return None
     if not row.facts.loops and not set(sass.MATRIX.values()).isdisjoint(dict(row.facts.instructions)):
@@ -368,7 +368,7 @@ def loop_failure(row: Row, version: str = "") -> str | None:
 
 
 def report(version: str, rows: Sequence[Row], wrong: Sequence[str], refused: Sequence[str]) -> str:
-    """What compilations found, as tables in Markdown, one for each architecture."""
+    """The report on the compilations in Markdown, with a table for each architecture."""
     lines = [f"# Triton {version}", ""]
     lines += [f"{len(rows)} compilations, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
@@ -388,7 +388,7 @@ def _line(row: Row) -> str:
 
 
 def _facts(facts: compiling.Facts) -> tuple[Any, ...]:
-    """The cells of a line that a compilation fills."""
+    """The cells of a table row that come from the compilation."""
     if facts.error:
         return f"**{facts.error}**", "-", "-", "-", "-"
     counts = ", ".join(f"{name} {count}" for name, count in facts.instructions) or "-"
@@ -418,7 +418,7 @@ def save_passed(version: str, planned: Planned, passed: Iterable[str]) -> None:
 
 
 def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, options: argparse.Namespace) -> int:
-    """Compile the named cases and print what was found."""
+    """Compile the named cases and print the report."""
     planned = plan(names, archs)
     compile_all(planned, options.jobs, options.console)
     rows = rows_of(planned)
@@ -428,7 +428,7 @@ def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, optio
 
 
 def _everything(version: str, options: argparse.Namespace) -> int:
-    """Compile what has not passed before, and with `--check` a sample of what has."""
+    """Compile everything that has not passed before, and with `--check` a sample of what has passed."""
     planned = plan(None, compiling.ARCHITECTURES)
     passed = set() if options.afresh else load_passed(version)
     known = sorted(planned.keys() & passed)
@@ -437,7 +437,7 @@ def _everything(version: str, options: argparse.Namespace) -> int:
     saved = time.monotonic()
 
     def keep(digest: str, row: Row) -> None:
-        """Save what has passed every now and then, so that an interrupted run can go on."""
+        """Save the passed digests every SAVED_EVERY seconds, so that an interrupted run can resume."""
         nonlocal saved
         if not failures([row], version):
             passed.add(digest)
@@ -469,17 +469,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="benchmarks.compiled.compile_matrix", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--check", action="store_true", help="compile a sample again, and keep nothing")
-    parser.add_argument("--afresh", action="store_true", help="compile everything, whatever has passed before")
-    parser.add_argument("--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these; nothing is kept")
-    parser.add_argument("--case", nargs="+", help="only these, or `all`; nothing is kept")
+    parser.add_argument(
+        "--check", action="store_true", help="compile a sample of the passed compilations again; save nothing"
+    )
+    parser.add_argument("--afresh", action="store_true", help="compile everything, even what has passed before")
+    parser.add_argument(
+        "--arch", nargs="+", choices=compiling.ARCHITECTURES, help="only these architectures; nothing is saved"
+    )
+    parser.add_argument("--case", nargs="+", help="only these cases, or `all`; nothing is saved")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     options.console = Console(stderr=True, soft_wrap=True)
     if reason := compiling.why_not():
         options.console.print(reason)
         return 2
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default; it warns where this is unset
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default; Triton warns if this is unset
     version = importlib.import_module("triton").__version__
     if not options.arch and not options.case:
         return _everything(version, options)

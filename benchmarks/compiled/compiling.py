@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not present, and reads the result.
 
-`record` says what the Triton backend would launch for a call. Each launch is compiled for any architecture, with the
-same specialisation that the real launcher would cause. The result is read for matrix instructions, registers, spills
-and shared memory, and on NVIDIA GPUs for the widths of the loads in inner loops.
+`record` returns what the Triton backend would launch for a call. Each launch is compiled for any architecture, with the
+same specialisation that the real launcher would cause. The module reads the result for matrix instructions, registers,
+spills and shared memory, and on NVIDIA GPUs for the widths of the loads in inner loops.
 """
 
 import base64
@@ -64,7 +64,7 @@ def _scalar(value: Any) -> tuple[str, list[Any]]:
 
 
 def _operand(array: Any, amd: bool) -> tuple[str, list[Any]]:
-    """The type and the attributes of a pointer: aligned like fresh memory and, on AMD, marked if the array is small."""
+    """The type and the attributes of a pointer. It is aligned like fresh memory; on AMD, small arrays are marked."""
     attributes: list[Any] = [["tt.divisibility", 16]]
     size = ITEMSIZE.get(dtype_name(array), 8) * math.prod(array.shape)
     if amd and size <= 2**31 - 1:
@@ -85,7 +85,7 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
             types = [type_of(one, param, (*path, index)) for index, one in enumerate(value)]
             return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if hasattr(value, "shape"):
-            found, said = _operand(value, amd)
+            found, specialised = _operand(value, amd)
         elif (
             param.is_constexpr
             or value is None
@@ -94,11 +94,11 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
             constants[path] = value
             return "constexpr"
         else:
-            found, said = _scalar(value)
+            found, specialised = _scalar(value)
             found = param.annotation_type or found
-            said = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else said
-        if said:
-            attributes[path] = said
+            specialised = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else specialised
+        if specialised:
+            attributes[path] = specialised
         return found
 
     signature = {param.name: type_of(values[param.name], param, (index,)) for index, param in enumerate(params)}
@@ -109,7 +109,7 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
 class Loop:
     """One iteration of an innermost loop with matrix products, read from NVIDIA's machine code."""
 
-    loads: tuple[tuple[int, int], ...]  # from global memory: width of a load in bytes, and bytes of all such loads
+    loads: tuple[tuple[int, int], ...]  # global loads: (bytes per load, bytes of all such loads)
     local: int = 0  # loads and stores of local memory
     matrix: str = ""  # `wgmma`, `mma`, `tcgen05`, or several; empty if no matrix unit is used
     # Cycles for which each unit of a Hopper multiprocessor is busy. The compile matrix does not use them.
@@ -119,7 +119,7 @@ class Loop:
     def wide(self) -> float:
         """The fraction of the loaded bytes that comes 16 at a time.
 
-        One word for each longer load does not count: it is the page number or the slot of a row.
+        One word per longer load is not counted: it is the page number or the slot of a row.
         """
         sizes = dict(self.loads)
         longer = sum(size // width for width, size in self.loads if width > 4)
@@ -139,15 +139,15 @@ class Facts:
 
     instructions: tuple[tuple[str, int], ...] = ()
     registers: int = 0
-    spilled: int = 0  # bytes of memory a thread needs beyond its registers
+    spilled: int = 0  # bytes of memory that a thread needs because its registers do not suffice
     shared: int = 0
     limit: int = 0
     error: str = ""
-    loops: tuple[Loop, ...] = ()  # in order of addresses; always empty on AMD
+    loops: tuple[Loop, ...] = ()  # ordered by address; always empty on AMD
 
     @property
     def failure(self) -> str | None:
-        """Why the kernel must not ship, or None."""
+        """The reason why the kernel must not ship, or None."""
         if self.error:
             return f"does not compile: {self.error}"
         if self.spilled:
@@ -160,19 +160,19 @@ class Facts:
 
 
 def digest(launch: Launch, arch: str) -> str:
-    """A digest of everything that a launch compiles from. Code around the kernels does not change it."""
+    """A digest of all inputs of a launch's compilation. Code around the kernels does not change it."""
     parts = (arch, launch.num_warps, launch.num_stages, sources.text_of(launch.kernel))
-    said = repr((*parts, *specialise(launch, arch.startswith("gfx"))))
-    return base64.urlsafe_b64encode(hashlib.sha256(said.encode()).digest()[:6]).decode()
+    text = repr((*parts, *specialise(launch, arch.startswith("gfx"))))
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()[:6]).decode()
 
 
 def compile_launch(launch: Launch, arch: str) -> Facts:
     """Compile for `arch` and read the result. The caller sets a fresh cache folder, so nothing is reused."""
-    with _silence() as said:
+    with _silence() as output:
         try:
             compiled = compiled_by_triton(launch, arch)
         except Exception as error:  # compilers raise all kinds of errors; the message is the result
-            return Facts(error=_first_words(error, said()))
+            return Facts(error=_first_words(error, output()))
     facts = _read_amd(compiled) if arch.startswith("gfx") else _read_nvidia(compiled, launch.num_warps)
     return dataclasses.replace(facts, shared=compiled.metadata.shared, limit=shared_memory_of(arch))
 
@@ -191,7 +191,7 @@ def compiled_by_triton(launch: Launch, arch: str) -> Any:
 
 
 def why_not() -> str | None:
-    """Why this process cannot compile, or None if it can."""
+    """The reason why this process cannot compile, or None if it can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "expected TRITON_INTERPRET to be unset, got 1: the interpreter compiles nothing"
     return None
@@ -199,7 +199,7 @@ def why_not() -> str | None:
 
 @contextlib.contextmanager
 def processes(jobs: int) -> Iterator[concurrent.futures.Executor]:
-    """A pool of `jobs` processes that compile and start with an empty cache."""
+    """A pool of `jobs` processes for compilations, which starts with an empty cache."""
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -210,7 +210,7 @@ def processes(jobs: int) -> Iterator[concurrent.futures.Executor]:
 
 def _start_worker(cache: str) -> None:
     os.environ["TRITON_CACHE_DIR"] = cache
-    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default; it warns where this is unset
+    os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default; Triton warns if this is unset
 
 
 class _silence:
@@ -238,12 +238,12 @@ class _silence:
         self.file.close()
 
 
-def _first_words(error: Exception, said: str) -> str:
+def _first_words(error: Exception, messages: str) -> str:
     """The most informative line of a compiler's error message."""
     root: BaseException = error
-    while root.__cause__ or root.__context__:  # Triton wraps an error once for each inlined function
+    while root.__cause__ or root.__context__:  # Triton wraps an error once per inlined function
         root = root.__cause__ or root.__context__ or root
-    lines = [line.strip() for line in (str(root) + "\n" + said).splitlines() if line.strip()]
+    lines = [line.strip() for line in (str(root) + "\n" + messages).splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"error|fatal|assert|not supported|Error", line)]
     text = telling[0] if telling else (lines or [type(root).__name__])[-1]
     return re.sub(r"/\S*/", "", f"{type(error).__name__}: {text}")[:200].replace("|", "/")
@@ -269,7 +269,7 @@ def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
 class MachineCode:
     """What NVIDIA's tools report about a kernel that Triton compiled."""
 
-    listing: str  # its instructions
+    listing: str  # its machine code
     registers: int  # per thread
     spilled: int  # bytes per thread
 

@@ -1,15 +1,14 @@
-"""The time that plans need at least with their compiled kernels, known before anything runs.
+"""The least time of each plan with its compiled kernels, known before anything runs.
 
     python -m benchmarks.compiled.loops [--cases NAME ...]
 
 `benchmarks.roofline` counts what a plan multiplies and reads. Its time also depends on the machine code: a loop may
-load operands from shared memory too slowly for the matrix units, or take too many instructions. So every attention
+load operands from shared memory too slowly for the matrix units, or need too many instructions. So every attention
 kernel of the Triton backend is compiled for Hopper, and `sass.cycles` counts the cycles for which an iteration of its
 inner loops keeps each unit of a multiprocessor busy. Multiplied by the iterations of the plan, that gives a time for
-each unit. The longest of these times and of the plan's own is a lower bound for this code and this plan. Waiting comes
-on top and is modelled too: iterations wait for memory (`pipelines.py`) while as many programs run as fit, and a plan
-ends no earlier than its longest program. The command writes its part of docs/predictions.md; with `--cases` it only
-prints.
+each unit. The longest of these times and of the plan's own is a lower bound for this code and this plan. Waits come on
+top and are modelled too: iterations wait for memory (`pipelines.py`) while as many programs run as fit, and a plan ends
+no earlier than its longest program. The command writes its part of docs/predictions.md; with `--cases` it only prints.
 """
 
 import argparse
@@ -34,7 +33,7 @@ class Prediction:
 
     plan: roofline.Plan
     busy: dict[str, float]
-    waiting: dict[float, float]  # seconds including waits, by the latency of memory in cycles
+    waiting: dict[float, float]  # latency of memory in cycles -> seconds including waits
 
     @property
     def bound(self) -> str:
@@ -64,7 +63,7 @@ def predicted(name: str) -> Prediction:
 
 def keep_busy(busy: dict[str, float], step: Step, walks: Sequence[Walk]) -> None:
     """Add the seconds for which the iterations of a kernel keep each kind of unit busy."""
-    # A list over two caches is visited by two loops with equal code, so `walks` may be longer than `turns`.
+    # A list over two caches is visited by two loops with equal code, so there may be more `walks` than `turns`.
     for walk, number in zip(walks, step.turns, strict=False):
         for unit, cycles in walk.busy:
             busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
@@ -105,7 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.loops", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
+    parser.add_argument("--cases", "--case", nargs="+", help="only these cases; nothing is written")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     if reason := compiling.why_not():

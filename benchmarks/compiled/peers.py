@@ -2,9 +2,10 @@
 
     python -m benchmarks.compiled.peers [--cases NAME ...] [--folder FOLDER] [--json FILE]
 
-`benchmarks/peers/recorded.py` records their launches. The command compiles these for Hopper and counts the time of the
-busiest unit, the bandwidth that the loops can reach, and the total time if iterations wait for memory. `python -m
-benchmarks.peers.sources` fetches the sources. Without `--cases`, the command writes its part of docs/predictions.md.
+`benchmarks/peers/recorded.py` records the launches of other projects' kernels. The command compiles them for Hopper and
+computes the time of the busiest unit, the bandwidth that the loops can reach, and the total time if iterations wait for
+memory. `python -m benchmarks.peers.sources` fetches the sources. Without `--cases`, the command writes its part of
+docs/predictions.md.
 """
 
 import argparse
@@ -42,7 +43,7 @@ class Side:
 
     who: str
     busy: dict[str, float]  # seconds for which each kind of unit is busy
-    waiting: dict[float, float]  # seconds in total, by the latency of memory in cycles
+    waiting: dict[float, float]  # latency of memory in cycles -> seconds in total
     main: Walk  # the loop that takes most of the time
     resident: float  # programs of its kernel that a multiprocessor runs at the same time
     launches: tuple[Launched, ...]
@@ -63,7 +64,7 @@ def side_of(who: str, pairs: Iterable[recorded.Recorded], least: float) -> Side:
         if not step.turns:
             continue
         walks = pipelines.walks(launch)
-        if len(walks) != len(step.turns):  # the iterations are counted for one loop: take the largest
+        if len(walks) != len(step.turns):  # the iterations are counted for one loop only: take the largest
             walks = [max(walks, key=lambda walk: dict(walk.busy)["instructions"])]
         loops.keep_busy(busy, step, walks)
         for latency in LATENCIES:
@@ -90,7 +91,7 @@ def ours(name: str, least: float) -> Side:
 
 
 def compared(name: str, folder: Path) -> list[Side]:
-    """Our kernels for a case, then those of every peer that takes it."""
+    """Our kernels for a case, then those of each peer that takes it. Empty if no peer does."""
     registry.FOLDER = folder
     case = catalogue.find(name)
     least = case.needed_bytes() / H200.memory
@@ -108,7 +109,10 @@ HEAD = (
 
 
 def lines_of(name: str, sides: Sequence[Side]) -> str:
-    """The last two columns are at the longer latency: modelled time relative to ours, bandwidth relative to ours."""
+    """The table lines of one case.
+
+    The last two columns are at the longer latency: modelled time relative to ours, bandwidth relative to ours.
+    """
     text, slow = "", LATENCIES[-1]
     for side in sides:
         walk, mine = side.main, sides[0]
@@ -130,9 +134,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.peers", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
+    parser.add_argument("--cases", "--case", nargs="+", help="only these cases; nothing is written")
     parser.add_argument("--folder", type=Path, default=sources.FOLDER, help="where the sources are")
-    parser.add_argument("--json", type=Path, help="write what was found to this file too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     packages = {peer.package for peer in recorded.PEERS}

@@ -33,7 +33,7 @@ from ragged_attention import dispatch
 from ragged_attention.tools.samples import device_of
 
 LEAST_BLOCKS = 2  # the blocks that a decode loop must have in flight when it waits for the first of them
-# The kernels that read many keys for few rows, so memory limits them.
+# The kernels that read many keys for few rows, so that memory limits them.
 DECODING = ("split_kernel", "latent_kernel")
 
 
@@ -48,15 +48,15 @@ class Walk:
     registers: int
     spilled: int
     shared: int
-    programs: int  # how many fit a multiprocessor
+    programs: int  # resident programs per multiprocessor
     buffers: tuple[str, ...]
-    stages: int | None  # blocks that fit the buffers
+    stages: int | None  # blocks of keys that the buffers hold
     least_wait: int | None  # groups of copies that the strictest wait leaves in flight
     copied: int  # bytes of keys and values per iteration
     in_flight: int  # the most bytes that a program has in flight before it waits
     chain: float  # cycles of an iteration of a single program if memory had no latency
-    turns: tuple[tuple[float, float], ...]  # latency of memory, cycles of an iteration of a single program
-    busy: tuple[tuple[str, float], ...]  # a unit, the cycles for which an iteration keeps it busy
+    turns: tuple[tuple[float, float], ...]  # (latency of memory in cycles, cycles of an iteration of a single program)
+    busy: tuple[tuple[str, float], ...]  # (unit, cycles per iteration for which it is busy)
 
     @property
     def blocks(self) -> float:
@@ -69,7 +69,10 @@ class Walk:
         return bool(self.least_wait) and self.blocks >= LEAST_BLOCKS
 
     def turn(self, latency: float, resident: float = 1) -> float:
-        """Cycles of an iteration while `programs` share the units of a multiprocessor. Their waits overlap."""
+        """The cycles of an iteration while `resident` programs share the units of a multiprocessor.
+
+        Their waits overlap.
+        """
         return max(dict(self.turns)[latency], resident * max(cycles for _, cycles in self.busy))
 
     def reachable(self, latency: float, resident: float | None = None) -> float:
@@ -84,7 +87,7 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
     code, shared = compiling.machine_code(compiled), int(compiled.metadata.shared)
     loops = sass.multiplying_loops(sass.instructions_of(code.listing))
     staged = staging.read(compiled.asm["ttgir"])
-    if len(staged) != len(loops):  # the compiler has split or dropped a loop, so they cannot be matched
+    if len(staged) != len(loops):  # the compiler has split or dropped a loop, so the loops cannot be matched
         staged = [staging.Staging((), (), ())] * len(loops)
     found = []
     for index, (lines, stage) in enumerate(zip(loops, staged, strict=True)):
@@ -105,7 +108,10 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
 
 
 def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = ARCH) -> Iterator[compiling.Launch]:
-    """The launches of a case with matrix products, each code once. `tile` overrides fields of the heuristic's tile."""
+    """The launches of a case with matrix products, without repeated code.
+
+    `tile` overrides fields of the heuristic's tile.
+    """
     seen = set()
     case = catalogue.find(name)
     for call in case.calls(device_of("torch", arch)):
@@ -122,14 +128,14 @@ def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = AR
 
 
 def read_case(name: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Walk]:
-    """Every loop of the selected kernels of a case."""
+    """The inner loops of the selected kernels of a case."""
     return [walk for launch in chosen(name, kernels, tile) for walk in walks(launch)]
 
 
 def chosen(
     name: str, kernels: Sequence[str], tile: Mapping[str, Any] | None, arch: str = ARCH
 ) -> Iterator[compiling.Launch]:
-    """The launches of the named kernels of a case, by default of all that have work."""
+    """The launches of the named kernels of a case, or by default of all kernels that have work."""
     idle = idle_kernels(name)
     launches = launches_of(name, tile, arch)
     return (one for one in launches if (one.name in kernels if kernels else one.name not in idle))
@@ -153,7 +159,7 @@ HEAD = (
 
 
 def label(found: Any) -> str:
-    """The kernel of a loop, and the number of the loop if the kernel has several."""
+    """The name of a loop's kernel, with the number of the loop unless it is the first."""
     return found.kernel if found.loop == 0 else f"{found.kernel}, loop {found.loop}"
 
 
@@ -177,7 +183,7 @@ def table(found: Iterable[tuple[str, Walk]]) -> str:
 def needed() -> str:
     """A sentence with the bytes that a multiprocessor must have in flight by Little's law."""
     amounts = " to ".join(f"{in_flight_for(H200.memory, latency) / 1024:.0f}" for latency in LATENCIES)
-    return f"{amounts} KiB under way in a multiprocessor, at any time, are {H200.memory / 1e12:.1f} TB/s."
+    return f"{amounts} KiB in flight per multiprocessor, at all times, give {H200.memory / 1e12:.1f} TB/s."
 
 
 # One case for each important piece of code, so that the page stays readable.
@@ -194,15 +200,17 @@ def options_of(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.pipelines", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--json", type=Path, help="write what was found to this file too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parse_choice(parser, argv)
 
 
 def parse_choice(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Add the options that select what is read, and parse all."""
-    parser.add_argument("--cases", "--case", nargs="+", help="only these; nothing is written")
-    parser.add_argument("--kernels", nargs="+", default=[], help="of these only those of such names")
-    parser.add_argument("--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="in place of the heuristic's")
+    """Add the options that select cases, kernels and tiles, and parse all arguments."""
+    parser.add_argument("--cases", "--case", nargs="+", help="only these cases; nothing is written")
+    parser.add_argument("--kernels", nargs="+", default=[], help="only kernels with these names")
+    parser.add_argument(
+        "--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that replace those of the heuristic's tile"
+    )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)
     options.tile = {name: int(value) for name, _, value in (one.partition("=") for one in options.tile)}

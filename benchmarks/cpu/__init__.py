@@ -1,1 +1,1 @@
-"""Attention on a CPU beside what people would take instead: `python -m benchmarks.cpu`."""
+"""Attention on a CPU beside the alternatives: `python -m benchmarks.cpu`."""

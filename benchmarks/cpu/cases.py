@@ -1,10 +1,10 @@
-"""What is timed on a CPU: C1 to C13, shapes of an 8B model and of DeepSeek's latents with a thousand keys or so.
+"""The cases that are timed on a CPU, C1 to C13: shapes of an 8B model and of DeepSeek's latents, with about 1k keys.
 
-C12 is DeepSeek-V4's sparse decode: a window of 128 rows and a top-k of compressed ones, both of fp8, with sinks; C13 is
+C12 is DeepSeek-V4's sparse decode: a window of 128 rows and a top-k of compressed rows, both in fp8, with sinks. C13 is
 the logits of its indexer alone.
 
-A case gives contenders, functions that compute the same from the same inputs, and says what the fastest machine would
-need: bytes of the cache to read, and floating-point operations of the products.
+A case has contenders, which are functions that compute the same result from the same inputs. It also says what the
+fastest possible machine would need: the bytes of the cache to read, and the floating-point operations of the products.
 """
 
 import abc
@@ -32,8 +32,8 @@ from ragged_attention.torch import (
 )
 
 Contenders = Mapping[str, Callable[[], Any]]
-DENSE = "dense"  # ours, to all keys where ours is to blocks that lists name: another result
-OURS, EAGER, NAMED = "ours", "eager", "named"  # the last: ours, by `causal` where ours is by ranges of keys
+DENSE = "dense"  # our dense attention, in cases where ours attends to listed blocks: another result
+OURS, EAGER, NAMED = "ours", "eager", "named"  # NAMED is ours with `causal`, in cases where ours uses ranges of keys
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
 CAUSAL: Mapping[str, Any] = {"causal": True}
 D_QK, D_V, LATENT_SCALE = 576, 512, 192**-0.5
@@ -43,7 +43,7 @@ INDEX_HEADS, INDEX_DIM, INDEX_PAGE_SIZE, INDEX_TOPK = 64, 128, 64, 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(abc.ABC):
-    """Something to time."""
+    """A case to be timed."""
 
     name: str
     what: str
@@ -52,22 +52,22 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def contenders(self) -> Contenders:
-        """Functions by name, ours first; what is not installed is left out."""
+        """The functions by name, ours first. Those that are not installed are left out."""
 
     @property
     def bytes(self) -> int:
-        """Of keys and values that are read; 0 where they are not what limits."""
+        """The bytes of the keys and values that are read. It is 0 if they do not limit the case."""
         return 0
 
     @property
     def flops(self) -> int:
-        """Operations of the products; 0 where they are not what limits."""
+        """The operations of the products. It is 0 if they do not limit the case."""
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paged(Case):
-    """Attention over pages of K and V; `lens` are query tokens and keys of each sequence."""
+    """Attention over pages of K and V. `lens` are the numbers of query tokens and keys of each sequence."""
 
     lens: tuple[tuple[int, int], ...]
     page_size: int = PAGE_SIZE
@@ -87,7 +87,7 @@ class Paged(Case):
         return 4 * pairs * NUM_Q_HEADS * HEAD_DIM
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """Pages in random order, K and V apart and in one array."""
+        """The arguments, with pages in random order, K and V both as separate arrays and in one array."""
         torch.manual_seed(0)
         used = [-(-keys // self.page_size) for _, keys in self.lens]
         order, table = torch.randperm(sum(used)).int(), torch.zeros(len(used), max(used), dtype=torch.int32)
@@ -116,7 +116,7 @@ class Paged(Case):
         } | scale
 
         def ours(backend: str) -> Callable[[], Any]:
-            out = torch.empty_like(inputs["q"])  # as an engine has it, and as the peers write it
+            out = torch.empty_like(inputs["q"])  # given in advance, as an engine does and as the peers write it
             return lambda: ragged_paged_attention(**arguments, backend=backend, out=out)
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
@@ -131,11 +131,11 @@ class Paged(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scaled(Paged):
-    """Attention over pages whose rows, or blocks of their columns, have scales of their own."""
+    """Attention over pages whose rows, or blocks of columns, have their own scales."""
 
-    pages: torch.dtype  # uint8 holds two columns
+    pages: torch.dtype  # uint8 holds two columns per byte
     scales: torch.dtype
-    num_scales: int  # of a row, with a stored zero point
+    num_scales: int  # scales per row, including a stored zero point
 
     @property
     def bytes(self) -> int:
@@ -163,7 +163,7 @@ class Scaled(Paged):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranged(Paged):
-    """A causal mask, with a window if there is one, as ranges of keys; beside it the same mask by name."""
+    """A causal mask, possibly with a window, as ranges of keys; NAMED uses the mask's own arguments instead."""
 
     sliding_window: int | None = None
 
@@ -194,14 +194,17 @@ class Ranged(Paged):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listed(Paged):
-    """Sparse attention: each query and KV head has a list of blocks of its own, 2048 keys of those up to its own."""
+    """Sparse attention. Each query and KV head has its own list of blocks:
+
+    2048 keys of those up to its own position.
+    """
 
     block_size: int
     named: int = 2048
 
     @property
     def _pairs(self) -> int:
-        """The keys that the queries see."""
+        """The number of visible pairs of a query and a key, for one KV head."""
         positions = (keys - tokens + index for tokens, keys in self.lens for index in range(1, tokens + 1))
         return sum(min(self.named, seen) for seen in positions)
 
@@ -215,7 +218,7 @@ class Listed(Paged):
         return 4 * self._pairs * NUM_Q_HEADS * HEAD_DIM
 
     def lists(self) -> torch.Tensor:
-        """Blocks in any order, the query's own among them."""
+        """Lists of blocks in random order, which include the query's own block."""
         torch.manual_seed(1)
         length, rows = self.named // self.block_size, []
         for tokens, keys in self.lens:
@@ -240,7 +243,7 @@ class Listed(Paged):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Latent(Case):
-    """MLA decode of one token for each of 8 sequences of 1024; `topk` 0 is a dense call."""
+    """MLA decode of one token for each of 8 sequences with 1024 keys. It is dense if `topk` is 0."""
 
     heads: int
     cache_format: str = "plain"
@@ -271,7 +274,7 @@ class Latent(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selected(Case):
-    """DeepSeek-V4's decode over fp8 rows, with sinks: a token sees its window and a top-k of 4096 compressed rows."""
+    """DeepSeek-V4's decode over fp8 rows, with sinks. A token sees its window and a top-k of 4096 compressed rows."""
 
     tokens: int
     heads: int
@@ -290,7 +293,7 @@ class Selected(Case):
         return 4 * self._pairs * self.heads * D_V
 
     def rows(self, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache of `length` rows for each token, in pages in random order, and lists of `count` of the slots."""
+        """A cache with `length` rows per token, in pages in random order, and lists of `count` of its slots."""
         pages = length // V4_PAGE_SIZE
         table = torch.randperm(self.tokens * pages).view(self.tokens, pages)
         cache = (torch.randn(self.tokens * pages, V4_PAGE_SIZE, 1, D_V) / 4).to(self.dtype)
@@ -316,7 +319,10 @@ class Selected(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedLatent(Case):
-    """Attention over latents of prompts and decodes in one call; `lens` are query tokens and keys of each sequence."""
+    """Attention over latents, with prompts and decodes in one call.
+
+    `lens` are each sequence's query tokens and keys.
+    """
 
     lens: tuple[tuple[int, int], ...]
     heads: int
@@ -352,7 +358,7 @@ class RaggedLatent(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Varlen(Case):
-    """Causal attention of 4 packed sequences of 1024, or its gradient."""
+    """Causal attention over 4 packed sequences of 1024 tokens, or its gradient."""
 
     backward: bool = False
     ranged: bool = False  # whether ours gets the mask as ranges of keys
@@ -397,7 +403,7 @@ class Varlen(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Index(Case):
-    """The top-k of the lightning indexer over pages of bytes; `lens` are query tokens and keys of each sequence."""
+    """The top-k of the lightning indexer over pages of bytes. `lens` are each sequence's query tokens and keys."""
 
     lens: tuple[tuple[int, int], ...]
 
@@ -411,7 +417,10 @@ class Index(Case):
         return 2 * pairs * INDEX_HEADS * INDEX_DIM
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """All numbers are small integers and scales powers of two: logits are exact, and there is one answer."""
+        """The arguments.
+
+        Numbers are small integers and scales powers of two, so logits are exact and there is one right answer.
+        """
         torch.manual_seed(0)
         pages = -(-max(keys for _, keys in self.lens) // INDEX_PAGE_SIZE)
         table = torch.randperm(len(self.lens) * pages).view(len(self.lens), pages).int()
@@ -436,7 +445,7 @@ class Index(Case):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores(Index):
-    """The logits of the lightning indexer alone, of 8-bit queries."""
+    """The logits of the lightning indexer alone, with 8-bit queries."""
 
     def contenders(self) -> Contenders:
         arguments: dict[str, Any] = self.inputs()

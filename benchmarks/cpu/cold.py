@@ -1,8 +1,8 @@
-"""Time first calls on this machine's CPU: from an empty cache of compiled kernels, and from the cache that they leave.
+"""Time first calls on this machine's CPU: with an empty cache of compiled kernels, and with the cache that they fill.
 
     python -m benchmarks.cpu.cold [--save]
 
-Each call is the first of a process of its own. Importing is not timed. With --save the table goes to
+Each call is the first one of its own process. Imports are not timed. With --save the table goes to
 docs/cpu_measured.md.
 """
 
@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.call:
         print(json.dumps(seconds(CALLS[options.call]())))
         return 0
-    lines = ["| first call | empty cache, s | of them of a CPU, s | full cache, s |", "|---|---|---|---|"]
+    lines = ["| first call | empty cache, s | CPU time of it, s | full cache, s |", "|---|---|---|---|"]
     for name in CALLS:
         with tempfile.TemporaryDirectory() as cache:
-            empty, full = (apart(name, cache) for _ in range(2))
+            empty, full = (in_a_process(name, cache) for _ in range(2))
         lines.append(f"| {name} | {empty['whole']:.1f} | {empty['cpu']:.1f} | {full['whole']:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)
@@ -79,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def seconds(call: Callable[[], Any]) -> dict[str, float]:
-    """The seconds of a call, on the clock and of all CPUs."""
+    """The seconds of a call: by the clock, and as CPU time."""
     whole, cpu = time.perf_counter(), time.process_time()
     call()
     return {"whole": time.perf_counter() - whole, "cpu": time.process_time() - cpu}
 
 
-def apart(name: str, cache: str) -> dict[str, float]:
-    """`seconds` of a call in a process of its own, which keeps compiled kernels in `cache`."""
+def in_a_process(name: str, cache: str) -> dict[str, float]:
+    """`seconds` of a call in a process of its own, whose compiled kernels are cached in `cache`."""
     command = [sys.executable, "-m", "benchmarks.cpu.cold", "--call", name]
     done = subprocess.run(
         command, env=os.environ | {"XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, text=True, check=True

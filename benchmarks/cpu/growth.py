@@ -1,15 +1,16 @@
-"""How decode on a CPU grows: time for each key and KV head, what padding costs, and how evenly programs fill threads.
+"""How decode on a CPU grows: time per key and KV head, the cost of padding, and how evenly programs fill threads.
 
     python -m benchmarks.cpu.growth [--threads 1,2] [--rounds 15] [--save]
 
-A batch has 1 to 64 sequences of 128 to 65536 keys, at most a gigabyte of keys and values. Round after round a call
+A batch has 1 to 64 sequences of 128 to 65536 keys, with at most a gigabyte of keys and values. Each call of a batch
 reads other pages of the cache, as the layers of a model do, so that small batches do not find their keys in the CPU's
-caches. If decode grows linearly, the time for a key is the same everywhere; what a call costs besides shows in the
-smallest batches. Pages are taken in any order; a plain read, torch's maximum of a quarter of the cache in its order,
-stands beside them. Padding is a page table ten times as long for ten times as many sequences, of which none is used.
-For more threads than the machine has there is a plan: a thread takes the next program when it has finished one, as in
-the kernels, and a program takes as long as it has keys. Its divisions are the kernels' own; nothing of it is measured.
-With --save the results go to benchmarks/results; `make docs` draws the picture then.
+caches. If decode grows linearly, the time per key is the same for all batches; the fixed cost of a call shows in the
+smallest batches. Pages are read in random order. For comparison, a plain read is torch's maximum over a quarter of the
+cache, in memory order. A padded batch has ten times as many sequences, whose page tables are ten times as long, and
+none of the added ones is used. For more threads than the machine has, the command computes a plan: a thread takes the
+next program when it has finished one, as in the kernels, and the time of a program is its number of keys. The plan uses
+the kernels' own division into programs, but nothing in it is measured. With --save the results go to
+benchmarks/results; `make docs` then draws the picture.
 """
 
 import argparse
@@ -34,9 +35,9 @@ from ragged_attention.torch import ragged_paged_attention
 FILE = page.RESULTS / "growth_cpu.json"
 NUM_SEQS = (1, 4, 16, 64)
 LENGTHS = (128, 512, 2048, 8192, 32768, 65536)
-MOST_KEYS = 2**18  # of a batch: a gigabyte
+MOST_KEYS = 2**18  # most keys of a batch: a gigabyte
 PADDING = 10
-PADDED = ((1, 128), (8, 1024), (64, 128), (64, 1024))  # sequences and keys
+PADDED = ((1, 128), (8, 1024), (64, 128), (64, 1024))  # (sequences, keys) of the padded batches
 PLANNED = {
     "1 of 1k": (1024,),
     "1 of 64k": (65536,),
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "padding": padding(cache, options.rounds),
         }
         record["runs"].append(run)
-        sys.stdout.write(told(run))
+        sys.stdout.write(report(run))
     record["plan"] = {name: [filled(lens, threads) for threads in PLANNED_THREADS] for name, lens in PLANNED.items()}
     record["planned_threads"] = PLANNED_THREADS
     for name, shares in record["plan"].items():
@@ -75,16 +76,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def new_cache() -> torch.Tensor:
-    """Pages for `MOST_KEYS` keys; the numbers of some are those of all."""
+    """Pages for `MOST_KEYS` keys, which repeat the numbers of 64 random pages."""
     torch.manual_seed(0)
     some = torch.randn(64, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM).bfloat16()
     return some.repeat(MOST_KEYS // PAGE_SIZE // len(some), 1, 1, 1)
 
 
 def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> Callable[[], Any]:
-    """A function that decodes a batch, from other pages each time; tables have `padding` times their needed size.
+    """A function that decodes a batch, with other pages in each call.
 
-    A padded batch takes the pages in another order, so that it finds none that the other has just read.
+    Its tables are `padding` times larger than needed.
+
+    A padded batch takes the pages in another order, so that it does not find pages in the caches that the unpadded
+    batch has just read.
     """
     pages = -(-keys // PAGE_SIZE)
     order = torch.randperm(len(cache), generator=torch.Generator().manual_seed(padding)).int()
@@ -102,18 +106,18 @@ def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> C
 
 
 def plain_read(cache: torch.Tensor, rounds: int) -> float:
-    """The gigabytes that torch reads in a second where it looks for the largest number of a quarter of the cache."""
+    """The gigabytes per second that torch reads when it computes the maximum of a quarter of the cache."""
     quarters = itertools.cycle(cache.view(torch.int32).chunk(4))
     seconds = on_cpu({"read": lambda: next(quarters).max()}, rounds=rounds)["read"].median
     return 1e-9 * cache.nbytes / 4 / seconds
 
 
 def growth(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
-    """Milliseconds of each batch, and nanoseconds for a key and KV head."""
+    """The milliseconds of each batch, and its nanoseconds per key and KV head."""
     rows = []
     for num_seqs, keys in itertools.product(NUM_SEQS, LENGTHS):
         if num_seqs * keys <= MOST_KEYS:
-            many = rounds * max(1, min(10, MOST_KEYS // 8 // (num_seqs * keys)))  # the shorter, the more
+            many = rounds * max(1, min(10, MOST_KEYS // 8 // (num_seqs * keys)))  # shorter calls run more often
             seconds = on_cpu({"ours": decode(cache, num_seqs, keys)}, rounds=many)["ours"].median
             each = 1e9 * seconds / (num_seqs * keys * NUM_KV_HEADS)
             rows.append({"num_seqs": num_seqs, "keys": keys, "milliseconds": 1e3 * seconds, "nanoseconds": each})
@@ -121,7 +125,7 @@ def growth(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
 
 
 def padding(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
-    """How many times as long padded batches take, and how many microseconds longer."""
+    """The time of padded batches relative to plain ones, and the difference in microseconds."""
     rows = []
     for num_seqs, keys in PADDED:
         plain, padded = decode(cache, num_seqs, keys), decode(cache, num_seqs, keys, PADDING)
@@ -136,7 +140,7 @@ def padding(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
 
 
 def programs_of(lens: Sequence[int], threads: int) -> list[int]:
-    """The keys of each program of a decode, of all its KV heads, in the order in which threads take them."""
+    """The keys of each program of a decode, times the KV heads that it computes, in the order of execution."""
     total, units = float(sum(lens)), []
     for keys in lens:
         num_splits = splits_of.py_func(keys, keys, total, PROGRAMS // NUM_KV_HEADS, 0)
@@ -147,15 +151,15 @@ def programs_of(lens: Sequence[int], threads: int) -> list[int]:
 
 
 def filled(lens: Sequence[int], threads: int) -> float:
-    """The share of all threads' time until the last has finished in which they have a program."""
-    busy = [0] * threads  # until when each thread is
+    """The share of the threads' total time in which they run a program, until the last thread has finished."""
+    busy = [0] * threads  # when each thread becomes free
     for keys in (programs := programs_of(lens, threads)):
         heapq.heapreplace(busy, busy[0] + keys)
     return sum(programs) / (threads * max(busy))
 
 
-def told(run: dict[str, Any]) -> str:
-    """A run for the terminal."""
+def report(run: dict[str, Any]) -> str:
+    """The text about a run for the terminal."""
     lines = [f"{run['threads']} threads; a plain read has {run['read']:.1f} GB/s"]
     for row in run["growth"]:
         rate = 2 * HEAD_DIM * torch.bfloat16.itemsize / row["nanoseconds"]

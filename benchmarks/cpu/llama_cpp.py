@@ -1,8 +1,8 @@
 """llama.cpp's flash attention on a CPU, from the library of `ggml-python`.
 
-Each sequence has its keys and values in one piece, the heads first, in which order the kernel is faster than in
-llama.cpp's own. They are float16 where ours are bfloat16, as llama.cpp stores them by default: it is slower over its
-own bfloat16.
+Each sequence has its keys and values in one contiguous piece, with the heads first: the kernel is faster in this order
+than in llama.cpp's own. They are float16 if ours are bfloat16, which is llama.cpp's default; over bfloat16 the kernel
+is slower.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Q, H, D], k [N, K, D] and v [N, K, D'] of a sequence
+Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [Q, H, D], k [N, K, D] and v [N, K, D'] of one sequence
 
 
 @functools.cache
 def _library() -> Any:
-    """The binding's module, or None."""
+    """The module of the Python binding, or None if it is not installed."""
     if importlib.util.find_spec("ggml") is None:
         return None
     library = importlib.import_module("ggml")
@@ -28,7 +28,7 @@ def _library() -> Any:
 
 
 class _Graph:
-    """A step's calls, with the tensors that they read; the context lives as long as the process."""
+    """The calls of a step, with the tensors that they read. The ggml context is never freed."""
 
     def __init__(self) -> None:
         self.library = _library()
@@ -38,7 +38,7 @@ class _Graph:
         self.tensors: list[torch.Tensor] = []
 
     def tensor(self, x: torch.Tensor) -> Any:
-        """A tensor of ggml over the numbers of `x`, whose axes it names from the last one."""
+        """A ggml tensor on the memory of `x`. ggml numbers the axes from the last one."""
         kind = {torch.float32: "GGML_TYPE_F32", torch.float16: "GGML_TYPE_F16"}[x.dtype]
         x = x[(None,) * (4 - x.dim())]
         made = self.library.ggml_new_tensor_4d(self.context, getattr(self.library, kind), *reversed(x.shape))
@@ -49,7 +49,7 @@ class _Graph:
         return made
 
     def attend(self, part: Part, out: torch.Tensor, scale: float) -> None:
-        """Add a sequence's attention, written to `out`, float32 [Q, H, D']."""
+        """Add the attention of one sequence to the graph. It writes to `out`, float32 [Q, H, D']."""
         q, k, v = part
         new, keys = len(q), len(k)
         mask = None
@@ -61,7 +61,7 @@ class _Graph:
         self.library.ggml_build_forward_expand(self.graph, call)
 
     def run(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """A function that computes the graph, on torch's number of threads."""
+        """A function that computes the graph on as many threads as torch uses."""
         plan = self.library.ggml_graph_plan(self.graph, torch.get_num_threads(), None)
         room = torch.empty(plan.work_size, dtype=torch.uint8)
         plan.work_data = ctypes.cast(room.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
@@ -84,7 +84,7 @@ def _calls(parts: Iterable[Part], scale: float) -> dict[str, Callable[[], torch.
 
 
 def _stored(x: torch.Tensor) -> torch.Tensor:
-    """Rows [N, K, D] in a type that the graph takes, with the heads first in memory."""
+    """The rows [N, K, D] in a dtype that the graph supports, with the heads first in memory."""
     kind = torch.float16 if x.dtype == torch.bfloat16 else x.dtype
     return x.to(kind).transpose(0, 1).contiguous().transpose(0, 1)
 
@@ -106,7 +106,7 @@ def attention(
 def latent_decode(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """The values are the first 512 columns of the keys."""
+    """Latent attention by the same function. The values are the first 512 columns of the keys."""
     if _library() is None:
         return {}
     latents = [_stored(cache[own.long()].flatten(0, 1)[:keys, None]) for own, keys in zip(table, lens, strict=True)]

@@ -1,13 +1,13 @@
-"""Time decodes on a CPU beside other load: what they keep of their speed while others want the same CPUs.
+"""Time decodes on a CPU under other load: how much of their speed remains while others want the same CPUs.
 
     python -m benchmarks.cpu.load [--threads 2] [--seconds 1] [--loads busy,product] [--save]
 
-A load is another process that runs all the time, another thread of this process, or torch's work before each call,
-whose threads spin for a while when it is done. Each contender runs alone beside each load for some seconds, and what
-counts is the mean: a call takes as long as ever while the system leaves it its CPUs, and some milliseconds longer when
-it does not, so a median says little. With one of two CPUs taken by a process, a fair share is at most twice the time of
-an idle machine. Everything is measured with OpenMP's threads as they are by default, and in a second process with
-threads that hardly spin. Nothing else should run meanwhile; the last column says how many CPUs others have used. With
+A load is another process that runs all the time, another thread of this process, or work by torch before each call,
+whose threads spin for a while afterwards. Each contender runs alone under each load for some seconds. The result is the
+mean, because a median says little here: a call takes its usual time as long as the system leaves it its CPUs, and some
+milliseconds longer otherwise. If a process occupies one of two CPUs, a fair share means at most twice the time of an
+idle machine. Everything is measured with OpenMP's default settings for threads, and in a second process with threads
+that hardly spin. Nothing else should run meanwhile; the last column shows how many CPUs other processes have used. With
 --save the results go to benchmarks/results, and as tables to docs/cpu_measured.md.
 """
 
@@ -40,8 +40,8 @@ CASES = (
 PEERS = ("vllm", "sdpa", "eager")
 IDLE = "idle"
 SETTINGS: dict[str, dict[str, str]] = {"by default": {}, "with GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"}}
-STARTING = 3.0  # seconds that a process may take until it is at work
-# A load ends with the process that started it, whatever ends that one.
+STARTING = 3.0  # seconds until a load counts as running
+# A load ends when its parent process ends, however that happens.
 HEADER = "import os, sys\nparent = os.getppid()\ndef goes_on(): return os.getppid() == parent\n"
 TORCH = HEADER + "import torch\ntorch.set_num_threads(int(sys.argv[1]))\n"
 TRAINING = """
@@ -56,7 +56,7 @@ while goes_on():
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What else runs: the program of another process, a thread of this one, or work before each call."""
+    """A kind of load: a program for another process, a thread of this one, or work before each call."""
 
     name: str
     what: str
@@ -66,7 +66,7 @@ class Load:
 
 
 def product(size: int = 512) -> Callable[[], Any]:
-    """A product of torch's on all its threads."""
+    """A function that multiplies matrices on all of torch's threads."""
     square = torch.randn(size, size)
     return lambda: square @ square
 
@@ -86,26 +86,28 @@ LOADS = (
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--loads", default="", help="names besides idle (default: all)")
+    parser.add_argument(
+        "--seconds", type=float, default=1.0, help="duration of each measurement (default: %(default)s)"
+    )
+    parser.add_argument("--loads", default="", help="names of loads, besides idle (default: all)")
     parser.add_argument("--contenders", default=",".join(("ours", *PEERS)), help="default: %(default)s")
-    parser.add_argument("--here", action="store_true", help="measure in this process, write JSON, and nothing else")
-    parser.add_argument("--save", action="store_true", help="write the results and the tables of them")
+    parser.add_argument("--here", action="store_true", help="only measure in this process, and write JSON")
+    parser.add_argument("--save", action="store_true", help="write the results and their tables")
     options = parser.parse_args(argv)
     if options.here:
         sys.stdout.write(json.dumps(measured(options)))
         return 0
     record = {name: value for name, value in facts().items() if name != "runs"} | {"threads": options.threads}
     record["runs"] = {name: measured_with(setting, argv) for name, setting in SETTINGS.items()}
-    sys.stdout.write(told(record))
+    sys.stdout.write(report(record))
     if options.save:
         FILE.write_text(json.dumps(record, indent=1) + "\n")
-        page.replace(page.PAGE, told(record), BEGIN, page.END)
+        page.replace(page.PAGE, report(record), BEGIN, page.END)
     return 0
 
 
 def measured_with(setting: Mapping[str, str], argv: Sequence[str] | None) -> list[dict[str, Any]]:
-    """What a process measures whose OpenMP library has a setting; the library reads it once, when it is loaded."""
+    """The results of a process whose OpenMP library has a setting. The library reads it once, when it is loaded."""
     command = [sys.executable, "-m", "benchmarks.cpu.load", "--here", *(sys.argv[1:] if argv is None else argv)]
     found = subprocess.run(command, env=unset() | dict(setting), stdout=subprocess.PIPE, check=True)
     return json.loads(found.stdout)
@@ -117,7 +119,7 @@ def unset() -> dict[str, str]:
 
 
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each load, the idle machine's first."""
+    """A row for each load, starting with the idle machine."""
     torch.set_num_threads(options.threads)
     names = (IDLE, *options.loads.split(",")) if options.loads else tuple(load.name for load in LOADS)
     contenders = {case.name: chosen(case, options.contenders.split(",")) for case in CASES}
@@ -126,7 +128,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def chosen(case: Paged, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """Those of a case's contenders that are asked for and installed."""
+    """The named contenders of a case that are installed."""
     found = case.contenders()
     return {name: found[name] for name in names if name in found}
 
@@ -134,7 +136,7 @@ def chosen(case: Paged, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
 def beside(
     load: Load, contenders: Mapping[str, Mapping[str, Callable[[], Any]]], threads: int, seconds: float
 ) -> dict[str, Any]:
-    """The mean milliseconds of every contender in every case beside a load."""
+    """The mean milliseconds of every contender in every case under a load."""
     with running(load, threads) as process:
         before, begin = others(process), time.perf_counter()
         means = {
@@ -147,7 +149,7 @@ def beside(
 
 @contextlib.contextmanager
 def running(load: Load, threads: int) -> Iterator[int | None]:
-    """A context in which a load runs; gives the number of its process, if it has one."""
+    """A context in which a load runs. It yields the id of the load's process, if there is one."""
     if load.program:
         command = [sys.executable, "-c", load.program, str(threads)]
         with subprocess.Popen(command, env=unset()) as process:
@@ -175,7 +177,7 @@ def running(load: Load, threads: int) -> Iterator[int | None]:
 
 
 def mean_of(function: Callable[[], Any], before: Callable[[], Any] | None, seconds: float) -> float:
-    """The mean time of a call in milliseconds; what comes before a call is not counted."""
+    """The mean time of a call in milliseconds, not counting the work before a call."""
     for _ in range(3):
         function()
     times: list[float] = []
@@ -190,7 +192,7 @@ def mean_of(function: Callable[[], Any], before: Callable[[], Any] | None, secon
 
 
 def others(process: int | None) -> float:
-    """Seconds of CPU that neither this process nor the load's has used since the machine started; 0 where unknown."""
+    """The CPU seconds since boot of all processes except this one and the load's. It is 0 if unknown."""
     total = Path("/proc/stat")
     if not total.exists():
         return 0.0
@@ -200,11 +202,11 @@ def others(process: int | None) -> float:
         for number in (os.getpid(), process)
         if number is not None
     )
-    return (sum(fields) - fields[3] - fields[4] - known) / os.sysconf("SC_CLK_TCK")  # without idle time and waiting
+    return (sum(fields) - fields[3] - fields[4] - known) / os.sysconf("SC_CLK_TCK")  # without idle and I/O wait time
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """In Markdown: milliseconds of ours, and how many times those of an idle machine each contender takes."""
+    """A Markdown table: our milliseconds, and each contender's time relative to the idle machine."""
     idle, lines = rows[0]["milliseconds"], []
     heads = ["beside"]
     for case in CASES:
@@ -219,8 +221,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in (heads, ["---"] * len(heads), *lines))
 
 
-def told(record: Mapping[str, Any]) -> str:
-    """The tables with what they were measured on."""
+def report(record: Mapping[str, Any]) -> str:
+    """The tables, with the machine and versions that they were measured on."""
     about = f"{record['threads']} threads of {record['cpu']}, torch {record['torch']}, {record['date']}, "
     parts = [f"Measured on {about}commit {record['commit']}.\n"]
     parts += [f"\nOpenMP's threads {name}:\n\n{table(rows)}" for name, rows in record["runs"].items()]

