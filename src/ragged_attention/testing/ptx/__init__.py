@@ -1,12 +1,12 @@
-"""Runs GPU kernels on a CPU as they are compiled: Triton's or others' PTX, executed in NumPy and watched.
+"""An emulator of GPU kernels: runs the PTX that Triton or another compiler makes on a CPU, in NumPy, and checks it.
 
     from ragged_attention.testing import ptx
     ptx.run(kernel, (8,), x, out, 1000, BLOCK=128, num_warps=4, arch="sm_90")
 
 `run` compiles and runs a `@triton.jit` kernel, `compile` returns its PTX, and `run_text` runs PTX of other compilers.
-Both runs change arrays in place, and raise if the kernel is wrong: `Hazard` (`Race`, `Uninitialised`), `Fault`
-(`OutOfBounds`, `Misaligned`, `Deadlock`, `Diverged`) or `Unknown`. `Emulator` runs several launches on the same arrays,
-or PTX that a function changes first. This package needs NumPy alone, and Triton once `run` or `compile` is called.
+`run` and `run_text` change arrays in place, and raise if the kernel is wrong: `Hazard` (`Race`, `Uninitialised`),
+`Fault` (`OutOfBounds`, `Misaligned`, `Deadlock`, `Diverged`) or `Unknown`. `Emulator` runs several launches on the same
+arrays, and can run PTX that a function has edited. The package needs only NumPy; `run` and `compile` also need Triton.
 """
 
 from ragged_attention.testing.ptx.errors import (

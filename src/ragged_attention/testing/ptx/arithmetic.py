@@ -1,7 +1,7 @@
-"""Arithmetic, comparison, selection and bits: from one instruction to lines of Python.
+"""Translates arithmetic, comparison, selection and bit instructions to lines of Python.
 
-Each function takes off the modifiers it knows and returns the lines; `n` is `numbers` there. Rounding other than to
-nearest is not known.
+Each function removes the modifiers that it knows and returns the lines, in which `n` is the module `numbers`. Rounding
+is to nearest; `add`, `sub`, `mul` and `fma` of float32 may also round towards zero. Other modes are refused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,10 +25,10 @@ APPROXIMATE = {
 
 
 def floats(s: Statement, t: Type, template: str, arguments: Sequence[int]) -> list[str]:
-    """A formula of floats with `.ftz` and `.sat`; `template` has a {} for each argument."""
+    """Lines for a formula of floats, with `.ftz` and `.sat`; `template` has a {} for each argument."""
     ftz, sat = s.flag("ftz"), s.flag("sat")
     if ftz and t.size != 4:
-        raise s.refused("subnormals of other than float32 flushed")
+        raise s.refused(".ftz on a type other than f32")
     values = s.values(arguments, "f", t.size)
     text = template.format(*(f"n.flush({value})" if ftz else value for value in values))
     text = f"n.flush({text})" if ftz else text
@@ -36,7 +36,7 @@ def floats(s: Statement, t: Type, template: str, arguments: Sequence[int]) -> li
 
 
 def halves(s: Statement, t: Type, function: str, arguments: Sequence[int]) -> list[str]:
-    """A function of 16-bit floats, one or two in a register, computed exactly enough in float64 and rounded once."""
+    """Lines for a function of 16-bit floats, one or two per register: computed in float64, then rounded once."""
     if s.flag("relu"):
         function = f"lambda *x: n.relu({function}(*x))"
     elif s.flag("sat"):
@@ -45,7 +45,7 @@ def halves(s: Statement, t: Type, function: str, arguments: Sequence[int]) -> li
 
 
 def packed(s: Statement, function: str) -> list[str]:
-    """A function of two 16-bit integers in each register."""
+    """Lines for a function of 16-bit integers, two per register."""
     dtype = {"s": "i2", "u": "u2"}[s.modifiers.pop()[0]]
     s.expect(3)
     function = f"lambda *x: n.relu({function}(*x))" if s.flag("relu") else function
@@ -72,23 +72,23 @@ def add(s: Statement) -> list[str]:
         return floats(s, t, function + "({}, {})", (1, 2))
     if s.flag("sat"):
         if t != Type("s", 4):
-            raise s.refused("saturates")
+            raise s.refused(".sat on an integer type other than s32")
         return s.assign(f"n.saturated({function}, {', '.join(s.values((1, 2), 's', 4))})", "s", 4)
     return s.apply(function, s.values((1, 2), t.letter, t.size), t.letter, t.size)
 
 
 def carrying(s: Statement, t: Type) -> list[str]:
-    """add.cc, sub.cc, addc, subc, mad.cc and madc: sums that take a carry, leave one, or both."""
+    """add.cc, sub.cc, addc, subc, mad.cc and madc: sums that read a carry, write one, or both."""
     takes, leaves = s.head.endswith("c"), s.flag("cc")
     head = s.head.removesuffix("c")
     if t.letter not in "us" or t.size < 4:
-        raise s.refused("a carry of these")
+        raise s.refused("a carry on this type")
     a, *rest = s.values(range(1, 4 if head == "mad" else 3), "u", t.size)
     s.expect(4 if head == "mad" else 3)
     if head == "mad":
         lower = s.need("lo", "hi") == "lo"
         if not lower and t.letter == "s":
-            raise s.refused("the upper half of a signed product")
+            raise s.refused("the upper half of a signed product with a carry")
         b = rest.pop(0)
         a = f"np.multiply({a}, {b})" if lower else f"n.high_half({a}, {b}, False)"
     carry = s.names.carry()
@@ -121,7 +121,7 @@ def product(s: Statement, addend: int | None) -> list[str]:
     """mul and mad of integers: the lower or upper half of the product, or all of it."""
     t, part = s.type(), s.need("lo", "hi", "wide")
     if t.letter not in "us":
-        raise s.refused("a product of other than integers")
+        raise s.refused("an integer product on this type")
     a, b = s.values((1, 2), t.letter, t.size)
     size = t.size
     if part == "wide":
@@ -145,7 +145,7 @@ def fma(s: Statement) -> list[str]:
     if t.letter == "h":
         return halves(s, t, "n.fma_wide", (1, 2, 3))
     if t.letter != "f":
-        raise s.refused("fused in other than floats")
+        raise s.refused("fma on a type that is not a float")
     return floats(s, t, f"n.fma{8 * t.size}({{}}, {{}}, {{}})", (1, 2, 3))
 
 
@@ -188,7 +188,7 @@ def divide(s: Statement) -> list[str]:
         function = {"div": "n.quotient", "rem": "n.remainder"}[s.head]
         return s.assign(f"{function}({', '.join(s.values((1, 2), t.letter, t.size))})", t.letter, t.size)
     if s.head != "div" or t.letter != "f" or (s.need("rn", "full", "approx") != "rn" and t.size != 4):
-        raise s.refused("a division of these")
+        raise s.refused("a division on this type or with this rounding")
     return floats(s, t, "np.divide({}, {})", (1, 2))
 
 
@@ -202,7 +202,7 @@ def function(s: Statement) -> list[str]:
         flushing = f"lambda x: n.flush_halves({name}(n.flush_halves(x, '{t.half}')), '{t.half}')"
         return halves(s, t, flushing if s.flag("ftz") else name, (1,))
     if t.letter != "f" or (approximate and t.size != 4):
-        raise s.refused("a function of these")
+        raise s.refused("this function on this type")
     return floats(s, t, APPROXIMATE[s.head], (1,))
 
 
@@ -212,7 +212,7 @@ def bitwise(s: Statement) -> list[str]:
     count = 1 if s.head == "not" else 2
     s.expect(count + 1)
     if t.letter not in "up":
-        raise s.refused("bits of these")
+        raise s.refused("a bitwise operation on this type")
     functions = LOGICAL if t.letter == "p" else BITWISE
     return s.apply(functions[s.head], s.values(range(1, count + 1), t.letter, t.size), t.letter, t.size)
 
@@ -222,7 +222,7 @@ def shift(s: Statement) -> list[str]:
     t = s.type()
     s.expect(3)
     if t.letter not in "us":
-        raise s.refused("a shift of these")
+        raise s.refused("a shift on this type")
     name = {"shl": "n.shift_left", "shr": "n.shift_right"}[s.head]
     return s.assign(f"{name}({s.value(1, t.letter, t.size)}, {s.value(2, 'u', 4)})", t.letter, t.size)
 
@@ -232,7 +232,7 @@ def funnel_shift(s: Statement) -> list[str]:
     left, wrap = s.need("l", "r") == "l", s.need("wrap", "clamp") == "wrap"
     s.expect(4)
     if s.type() != Type("u", 4):
-        raise s.refused("a shift of these")
+        raise s.refused("a shift on this type")
     return s.assign(f"n.funnel({', '.join(s.values((1, 2, 3), 'u', 4))}, {left}, {wrap})", "u", 4)
 
 
@@ -260,7 +260,7 @@ def prmt(s: Statement) -> list[str]:
     t = s.type() if s.modifiers else None
     s.expect(4)
     if t != Type("u", 4):
-        raise s.refused("bytes of these")
+        raise s.refused("a permutation on this type")
     return s.assign(f"n.prmt({', '.join(s.values((1, 2, 3), 'u', 4))}, {mode!r})", "u", 4)
 
 
@@ -279,9 +279,9 @@ def copysign(s: Statement) -> list[str]:
 
 
 def compare(s: Statement) -> list[str]:
-    """setp: the comparison, joined with a predicate if asked for; a second target gets its opposite, joined alike.
+    """setp: a comparison, combined with a predicate on request. A second target gets its negation, combined alike.
 
-    Of pairs of 16-bit floats the targets get the comparisons of their first and second numbers.
+    For pairs of 16-bit floats, the two targets get the comparisons of the low and of the high numbers.
     """
     t = s.type()
     comparison = s.modifiers.pop(0)
@@ -289,9 +289,9 @@ def compare(s: Statement) -> list[str]:
     s.expect(4 if joint else 3)
     if t.letter == "h" and t.size == 4:
         return _compare_pairs(s, t, comparison, joint)
-    lines = [f"found = {_comparison(s, t, comparison)}"]
+    lines = [f"holds = {_comparison(s, t, comparison)}"]
     other = s.names.predicate(s.operands[3]) if joint else ""
-    for target, result in zip(s.operands[0].split("|"), ("found", "np.logical_not(found)"), strict=False):
+    for target, result in zip(s.operands[0].split("|"), ("holds", "np.logical_not(holds)"), strict=False):
         if target.strip() != "_":
             joined = f"np.logical_{joint}({result}, {other})" if joint else result
             lines.append(f"np.copyto({s.names.predicate(target.strip())}, {joined}, where={s.mask})")
@@ -300,7 +300,7 @@ def compare(s: Statement) -> list[str]:
 
 def _compare_pairs(s: Statement, t: Type, comparison: str, joint: str | None) -> list[str]:
     if joint:
-        raise s.refused("a comparison of pairs that is joined")
+        raise s.refused("a comparison of pairs that is combined with a predicate")
     lines = []
     for target, number in zip(s.operands[0].split("|"), ("{} & 0xFFFF", "{} >> 16"), strict=True):
         a, b = (f"n.{t.half}_value(({number.format(value)}).astype('u2'))" for value in s.values((1, 2), "u", 4))
@@ -315,7 +315,7 @@ def set_halves(s: Statement) -> list[str]:
     t, comparison = s.type(), s.modifiers.pop(0)
     s.expect(3)
     if t.letter != "h" or s.type() != t:
-        raise s.refused("other than 16-bit floats that give such")
+        raise s.refused("types other than one 16-bit float for operands and result")
     return halves(s, t, f"lambda a, b: ({_of_floats(s, comparison, 'a', 'b')}).astype('f8')", (1, 2))
 
 
@@ -323,7 +323,7 @@ def _comparison(s: Statement, t: Type, name: str) -> str:
     if t.letter not in "fh":
         name = UNSIGNED.get(name, name) if t.letter == "u" else name
         if name not in COMPARISONS or t.letter == "p":
-            raise s.refused("a comparison that is not known")
+            raise s.refused("an unknown comparison")
         return f"{COMPARISONS[name]}({', '.join(s.values((1, 2), t.letter, t.size))})"
     if t.letter == "h":
         a, b = (f"n.{t.half}_value({value})" for value in s.values((1, 2), "u", 2))
@@ -339,9 +339,9 @@ def _of_floats(s: Statement, name: str, a: str, b: str) -> str:
         return f"np.logical_not(n.either_nan({a}, {b}))" if name == "num" else f"n.either_nan({a}, {b})"
     ordered = name if name in COMPARISONS else name.removesuffix("u")
     if ordered not in COMPARISONS:
-        raise s.refused("a comparison that is not known")
+        raise s.refused("an unknown comparison")
     text = f"{COMPARISONS[ordered]}({a}, {b})"
-    if name != ordered:  # unordered: true of NaN too
+    if name != ordered:  # an unordered comparison is true for NaN
         return f"np.logical_or({text}, n.either_nan({a}, {b}))"
     return f"np.logical_and({text}, np.logical_not(n.either_nan({a}, {b})))" if name == "ne" else text
 
@@ -356,7 +356,7 @@ def select(s: Statement) -> list[str]:
 
 
 def move(s: Statement) -> list[str]:
-    """mov: as it is, or halves and quarters into and out of a wider register."""
+    """mov: a plain copy, or halves and quarters packed into a wider register or unpacked from it."""
     t = s.type()
     s.expect(2)
     if t.letter == "p":
@@ -371,7 +371,7 @@ def move(s: Statement) -> list[str]:
         parts = pieces_of(s.operands[0])
         size, whole = t.size // len(parts), s.value(1, "u", t.size)
         if any(part != "_" and s.names.size_of(part) != size for part in parts):
-            raise s.refused("parts of other widths")
+            raise s.refused("parts whose widths do not match")
         return [
             f"np.copyto({s.names.register(part)}, {whole} >> np.uint{8 * t.size}({8 * size * index}), "
             f"casting='unsafe', where={s.mask})"

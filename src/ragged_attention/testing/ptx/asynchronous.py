@@ -1,7 +1,7 @@
-"""mbarriers, bulk copies and tensor maps: from one instruction to calls of the objects that do the work.
+"""Translates instructions on mbarriers, bulk copies and tensor maps to calls of the objects that execute them.
 
-In the Python code `mbarriers` and `bulk` are those of the machine. Addresses of `.shared::cluster` are those of the CTA
-itself, for there are no clusters; whatever names another CTA, such as multicast, is refused.
+In the generated Python, `mbarriers` and `bulk` are the machine's objects. There are no clusters, so an address in
+`.shared::cluster` is one in the CTA's own shared memory. Anything that names another CTA (multicast) is refused.
 """
 
 import re
@@ -12,11 +12,11 @@ from ragged_attention.testing.ptx.operands import Statement, pieces_of
 from ragged_attention.testing.ptx.tensor_maps import LAYOUT
 
 DIMENSIONS = ("1d", "2d", "3d", "4d", "5d")
-CHANGES = ("add", "min", "max", "inc", "dec", "and", "or", "xor")  # what cp.reduce does to what is there
+CHANGES = ("add", "min", "max", "inc", "dec", "and", "or", "xor")  # the operations of cp.reduce
 COMMIT = "cp.async.bulk.commit_group"
 WAITS = ("cp.async.bulk.wait_group", "cp.async.bulk.wait_group.read")
 LOADS, STORES = ["global", "mbarrier::complete_tx::bytes"], ["global", "shared::cta", "bulk_group"]
-# Fields of a tensor map that are given as numbers in the text.
+# Fields of a tensor map that hold one code, so that `tensormap.replace` takes no ordinal for them.
 CODES = ("rank", "elemtype", "interleave_layout", "swizzle_mode", "fill_mode")
 ACQUIRE = re.compile(r"fence\.proxy\.tensormap::generic\.acquire\.(cta|cluster|gpu|sys)")
 PUBLISH = re.compile(
@@ -25,13 +25,13 @@ PUBLISH = re.compile(
 
 
 def _address(s: Statement, index: int) -> str:
-    """An operand as (register or None, bytes beyond it)."""
+    """An address operand, as the text of (register or None, offset in bytes)."""
     register, offset = s.names.address(s.operands[index])
     return f"({register}, {offset})"
 
 
 def _semantics(s: Statement, acquires: bool) -> bool:
-    """Take off order and scope; whether it is ordered."""
+    """Whether an operation is ordered, that is, not relaxed. Removes the modifiers for order and scope."""
     relaxed = s.take("relaxed", "acquire" if acquires else "release") == "relaxed"
     s.take("cta", "cluster")
     return not relaxed
@@ -61,24 +61,24 @@ def mbarrier(s: Statement) -> list[str]:
 
 
 def _arrive(s: Statement) -> list[str]:
-    """With or without bytes to expect, and an old state as result or `_`."""
+    """mbarrier.arrive, with or without bytes to expect. Its result is the old state, or `_` if that is not wanted."""
     expects, release = s.flag("expect_tx"), _semantics(s, acquires=False)
     s.need("shared", "shared::cta")
     s.expect(*((3,) if expects else (2, 3)))
     state = "None" if s.operands[0] == "_" else s.names.register(s.operands[0])
     if state != "None" and s.names.size_of(s.operands[0]) != 8:
-        raise s.refused("a state of other than 64 bits")
+        raise s.refused("a state that does not have 64 bits")
     address, offset = s.names.address(s.operands[1])
-    given = s.value(2, "u", 4) if len(s.operands) == 3 else "1"
-    count, expected = ("1", given) if expects else (given, "None")
+    number = s.value(2, "u", 4) if len(s.operands) == 3 else "1"
+    count, expected = ("1", number) if expects else (number, "None")
     return [f"mbarriers.arrive({state}, {address}, {offset}, {count}, {expected}, {release}, {s.mask}, {s.line})"]
 
 
 def _wait(s: Statement, kind: str) -> list[str]:
-    """Of a state or of a parity; how long it may take is a hint."""
+    """test_wait and try_wait for a state or a parity; the time limit of try_wait is a hint and has no effect."""
     parity = s.flag("parity")
     if not _semantics(s, acquires=True):
-        raise s.refused("a wait that orders nothing")
+        raise s.refused("a relaxed wait")
     s.need("shared", "shared::cta")
     s.expect(*((3, 4) if kind == "try_wait" else (3,)))
     out = s.names.predicate(s.operands[0])
@@ -100,7 +100,7 @@ def arrive_after_copies(s: Statement) -> list[str]:
 
 
 def bulk_copy(s: Statement) -> list[str]:
-    """cp.async.bulk of bytes and of tiles, cp.reduce of tiles; groups of those to global memory, and their waits."""
+    """cp.async.bulk of bytes and of tiles, cp.reduce of tiles, and the groups of stores to global memory."""
     if s.instruction.opcode == COMMIT:
         s.expect(0)
         s.modifiers.clear()
@@ -115,12 +115,12 @@ def bulk_copy(s: Statement) -> list[str]:
         s.need(modifier)
     dimensions = s.need(*DIMENSIONS) if s.flag("tensor") else None
     s.take("tile")
-    hinted = s.flag("L2::cache_hint")  # how long the L2 cache keeps the bytes
+    hinted = s.flag("L2::cache_hint")  # a cache policy, which has no effect here
     operands = s.operands[:-1] if hinted else s.operands
     path, s.modifiers = s.modifiers, []
     loading = path[:1] in (["shared::cta"], ["shared::cluster"]) and path[1:] == LOADS
     if (not loading and path != STORES) or (change and (loading or not dimensions)):
-        raise s.refused(f"a bulk copy by .{'.'.join(path)}")
+        raise s.refused(f"a bulk copy with .{'.'.join(path)}")
     return _tile(s, operands, dimensions, loading, change) if dimensions else _bytes(s, operands, loading)
 
 
@@ -134,12 +134,12 @@ def _bytes(s: Statement, operands: tuple[str, ...], loading: bool) -> list[str]:
 
 
 def _tile(s: Statement, operands: tuple[str, ...], dimensions: str, loading: bool, change: str | None) -> list[str]:
-    """The tensor's operand is [map, {coordinates}]."""
+    """A copy of a tile. Its tensor operand has the form [map, {coordinates}]."""
     if len(operands) != 2 + loading:
         raise s.refused(f"{len(s.operands)} operands")
     named = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*\{([^}]*)\}\s*\]", operands[1 if loading else 0])
     if not named or len(coordinates := pieces_of(named[2])) != int(dimensions[0]):
-        raise s.refused("a tile that is not known")
+        raise s.refused("a tensor operand of an unknown form")
     register, offset = s.names.address(f"[{named[1]}]")
     corner = "".join(f"{s.names.value(one, 's', 4)}, " for one in coordinates)
     ends = f"{s.mask}, {s.line}"
@@ -170,9 +170,9 @@ def tensor_map(s: Statement) -> list[str]:
 
 
 def acquire_map(s: Statement) -> list[str]:
-    """fence.proxy.tensormap of a map that was written on the device."""
+    """fence.proxy.tensormap, which makes a map that was written on the device visible."""
     if not ACQUIRE.fullmatch(s.instruction.opcode) or int(s.operands[1], 0) != LAYOUT.itemsize:
-        raise s.refused("a fence that is not known")
+        raise s.refused("an unknown fence")
     s.modifiers.clear()
     s.expect(2)
     return [f"bulk.acquire_map({_address(s, 0)}, {s.mask}, {s.line})"]

@@ -1,12 +1,12 @@
-"""Bulk copies: runs of bytes and whole tiles of tensors (TMA), between global and shared memory.
+"""Bulk copies of byte ranges and of tensor tiles (TMA), between global and shared memory.
 
-A copy to shared memory reads global memory when it is issued, and its bytes arrive when somebody waits at its mbarrier;
-until then they are 0xFF, which is NaN in every float format. A copy to global memory reads shared memory when it is
-issued, which has to stay as it is until the thread that issued it waits; its bytes arrive in global memory when that
-thread waits for more than for the reading, or at the kernel's end.
+A copy to shared memory reads global memory when it is issued. Its bytes arrive when a thread waits at its mbarrier;
+until then the target holds 0xFF, which is NaN in every float format. A copy to global memory reads shared memory when
+it is issued, and that memory must not change until the issuing thread has waited. The bytes arrive in global memory
+when that thread waits for the whole copy (a wait without `.read`), or at the kernel's end.
 
-Lenient: what threads read of shared memory before a copy overwrites it needs a barrier, but no proxy fence; nor does
-what threads wrote to global memory before a copy reads it.
+Lenient: a copy may overwrite shared memory that threads have read if a barrier lies between, without a proxy fence. It
+may also read global memory that threads have written, without a proxy fence.
 """
 
 import dataclasses
@@ -25,17 +25,17 @@ from ragged_attention.testing.ptx.operands import PARAM_BASE, PARAM_WINDOW, SHAR
 from ragged_attention.testing.ptx.shared import Shared
 from ragged_attention.testing.ptx.tensor_maps import LAYOUT, PIECE, TensorMap
 
-Place = tuple[Any, int]  # a register or None, and bytes beyond it
+Place = tuple[Any, int]  # (register or None, offset in bytes)
 MAP = LAYOUT.itemsize
-TILE_ALIGNMENT = 128  # of a tile in shared memory
-# The kinds of numbers that atomic operations on tiles are known on, by the map's elements, and their dtypes.
+TILE_ALIGNMENT = 128  # of a tile in shared memory, in bytes
+# (kind, dtype) of the numbers on which atomic operations of tiles are supported, by the map's element code.
 CHANGED = {2: ("u", "u4"), 3: ("s", "i4"), 4: ("u", "u8"), 5: ("s", "i8"), 6: ("f16", "u2"), 7: ("f", "f4"),
            10: ("bf16", "u2")}  # fmt: skip
 
 
 @dataclasses.dataclass
 class Store(Operation):
-    """One thread's copy to global memory: `write` brings the bytes there; `cells` are read until `free`."""
+    """One thread's copy to global memory. `write` delivers the bytes; `cells` must not change until `free` is set."""
 
     cells: NDArray[np.int64]
     write: Callable[[], None]
@@ -72,7 +72,7 @@ class Bulk(Queue[Store]):
         except Unknown as error:
             raise Unknown(f"line {line}: {error}") from error
         if wrong:
-            raise self.lanes.fault(line, lane, f"a tensor map that is not lawful: {wrong}")
+            raise self.lanes.fault(line, lane, f"an invalid tensor map: {wrong}")
         return found
 
     def _map_in_memory(self, lane: int, where: int, line: int) -> NDArray[np.uint8]:
@@ -91,14 +91,14 @@ class Bulk(Queue[Store]):
         if not 0 <= ordinal < count:
             lane = int(self.lanes.active(mask)[0])
             raise self.lanes.fault(line, lane, f"a tensor map has no {field} {ordinal}")
-        given = np.asarray(value).astype(base)
+        number = np.asarray(value).astype(base)
         register, offset = address
-        self.shared.store((given,), register, offset + begin + ordinal * base.itemsize, base.itemsize, mask, line)
+        self.shared.store((number,), register, offset + begin + ordinal * base.itemsize, base.itemsize, mask, line)
 
     def publish_map(self, target: Place, source: Place, mask: Mask, line: int) -> None:
-        """tensormap.cp_fenceproxy: warps copy a map to global memory, for the proxy that uses it."""
+        """tensormap.cp_fenceproxy: each warp copies a map to global memory, for the proxy that uses it."""
         for warp in self.lanes.whole_warps(mask, line).tolist():
-            lanes = warp * 32 + np.arange(MAP // PIECE)  # a piece each
+            lanes = warp * 32 + np.arange(MAP // PIECE)  # each lane copies one piece
             pieces = np.arange(0, MAP, PIECE)
             begin = self._shared_place(int(lanes[0]), source, MAP, line)
             data = self.shared.read(lanes, begin + pieces, PIECE, line)
@@ -106,14 +106,14 @@ class Bulk(Queue[Store]):
             self.memory.write(lanes, self.memory.reach(lanes, where, PIECE, line, "write"), data, line)
 
     def acquire_map(self, address: Place, mask: Mask, line: int) -> None:
-        """fence.proxy.tensormap::generic.acquire: from now on a map in global memory may be used."""
+        """fence.proxy.tensormap::generic.acquire: the CTA may use a map in global memory from now on."""
         for lane in self.lanes.active(mask).tolist():
             self.acquired.add((int(self.lanes.cta[lane]), _number(address, lane) - Memory.START))
 
     # ---- to shared memory
 
     def _shared_place(self, lane: int, address: Place, alignment: int, line: int) -> int:
-        """Where something begins in `shared.bytes`."""
+        """The index in `shared.bytes` of a lane's address, which must be aligned to `alignment`."""
         byte = _number(address, lane) - SHARED_BASE
         if byte % alignment:
             text = f"shared byte {byte} is not aligned to {alignment}, as this copy asks for"
@@ -121,7 +121,7 @@ class Bulk(Queue[Store]):
         return byte + int(self.lanes.cta[lane]) * self.shared.stride
 
     def _inside(self, lane: int, places: NDArray[np.int64], piece: int, line: int) -> NDArray[np.int64]:
-        """Bytes [pieces, piece] of shared memory, which has to have them."""
+        """The indices [pieces, piece] of the bytes of pieces, all of which must lie in the CTA's shared memory."""
         begin = int(self.lanes.cta[lane]) * self.shared.stride
         if places.min() < begin or places.max() + piece > begin + self.shared.size:
             span = f"bytes {places.min() - begin} to {places.max() + piece - begin} of {self.shared.size}"
@@ -131,7 +131,7 @@ class Bulk(Queue[Store]):
     def load_tile(
         self, target: Place, source: Place, corner: Sequence[Any], mbarrier: Place, mask: Mask, line: int
     ) -> None:
-        """cp.async.bulk.tensor to shared memory: what lies outside the tensor is zeros, or NaN."""
+        """cp.async.bulk.tensor to shared memory. Elements outside the tensor become zero, or NaN."""
         for lane in self.lanes.active(mask).tolist():
             found = self._map(lane, source, line)
             address, inside, piece = found.tile(self._corner(found, corner, lane, line))
@@ -178,7 +178,7 @@ class Bulk(Queue[Store]):
     def store_tile(
         self, target: Place, corner: Sequence[Any], source: Place, change: str | None, mask: Mask, line: int
     ) -> None:
-        """cp.async.bulk.tensor to global memory: what lies outside the tensor is dropped.
+        """cp.async.bulk.tensor to global memory. Elements outside the tensor are dropped.
 
         With `change`, cp.reduce.async.bulk.tensor: an atomic operation on each element.
         """
@@ -226,7 +226,7 @@ class Bulk(Queue[Store]):
     def _change(
         self, lane: int, index: Indices, data: NDArray[np.uint8], operation: str, elemtype: int, line: int
     ) -> None:
-        """An atomic operation on each element of some pieces."""
+        """Do an atomic operation on each element of some pieces."""
         kind, dtype = CHANGED.get(elemtype, ("", ""))
         if not kind or (kind[0] in "fb" and operation != "add"):
             raise Unknown(f"line {line}: .{operation} on elements of the kind {elemtype}")
@@ -236,7 +236,7 @@ class Bulk(Queue[Store]):
         self.memory.change(operation, kind, values.itemsize, lanes, places.ravel(), [values.ravel()], line)
 
     def wait_read(self, left: int, mask: Mask, line: int) -> None:
-        """cp.async.bulk.wait_group.read: shared memory that at most `left` groups do not read may be written."""
+        """cp.async.bulk.wait_group.read: only the last `left` groups may still read the shared memory they copy."""
         active = self.lanes.marked(mask)
         for operation in self.flight:
             lane = operation.lanes[0]
@@ -278,6 +278,6 @@ class Bulk(Queue[Store]):
 
 
 def _number(address: Place, lane: int) -> int:
-    """An address of one lane as a number."""
+    """One lane's address, as a number."""
     register, offset = address
     return offset if register is None else int(register[lane]) + offset

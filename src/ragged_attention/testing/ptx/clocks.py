@@ -1,10 +1,10 @@
-"""What the warps of a CTA know of each other's accesses to memory, kept as clocks.
+"""Vector clocks: what the warps of a CTA know of each other's accesses to memory.
 
-A warp's clock ticks where it tells others what it did: at barriers, proxy fences, arrivals at an mbarrier and releases.
-Barriers join what warps know. An agent is what writes shared memory in no warp's name: the copies that end at one
-mbarrier, whose clock ticks with each of them.
+A warp's clock ticks when the warp tells others what it did: at barriers, proxy fences, arrivals at an mbarrier and
+releases. Barriers join what their warps know. The copies that end at one mbarrier write shared memory, but in no warp's
+name. Together they are an agent, whose clock ticks with each copy.
 
-What warps know of other CTAs goes through atomic operations that release and acquire, at one place of global memory.
+Warps learn of other CTAs through atomic operations that release and acquire at one place of global memory.
 """
 
 from collections import defaultdict
@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.lanes import Indices, Lanes
 
 ALWAYS = 1 << 60  # later than any clock
-Abroad = dict[int, NDArray[np.int64]]  # by the number of a CTA: its warps' clocks
+Abroad = dict[int, NDArray[np.int64]]  # the clocks of CTAs' warps, by the number of the CTA
 
 
 class Knowledge(NamedTuple):
-    """What one knows: clocks of the warps and agents of a CTA, of writes that the asynchronous proxy sees, and CTAs."""
+    """The accesses that a warp knows of, as clocks.
+
+    `seen` has the clocks of its CTA's warps and agents, `fenced` the same for writes that the asynchronous proxy sees,
+    and `abroad` the clocks of the warps of other CTAs.
+    """
 
     seen: NDArray[np.int64]
     fenced: NDArray[np.int64]
@@ -29,10 +33,11 @@ class Knowledge(NamedTuple):
 
 
 class Clocks:
-    """What each warp knows of the others of its CTA.
+    """The clock of each warp, and what the warp knows of others.
 
-    `now` [warps]; `seen` [warps, warps of a CTA and agents]: all accesses up to this clock of the other are behind a
-    barrier; `fenced`: the same, of writes that the asynchronous proxy sees; `abroad` of each warp: of other CTAs.
+    `now` [warps] has each warp's own clock. `seen` is [warps, warps of a CTA and agents]: all accesses of the other
+    warp or agent up to this clock are ordered before this warp's next access. `fenced` is the same for writes that the
+    asynchronous proxy sees. `abroad` has, for each warp, what it knows of other CTAs.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -47,7 +52,7 @@ class Clocks:
         self._ticks: defaultdict[tuple[int, int], int] = defaultdict(int)
 
     def known(self, warps: Indices) -> NDArray[np.int64]:
-        """What warps know, of themselves too: [warps, warps of a CTA and agents]."""
+        """What some warps know, including their own clocks: [warps, warps of a CTA and agents]."""
         known = self.seen[warps].copy()
         known[np.arange(len(warps)), warps % self.lanes.warps] = self.now[warps]
         return known
@@ -55,9 +60,10 @@ class Clocks:
     # ---- agents
 
     def agent(self, place: int, *, generic: bool = False) -> int:
-        """The column of the agent of an mbarrier, the same in each CTA.
+        """The column of an mbarrier's agent, which is the same in each CTA.
 
-        There are two: what bulk copies write needs no proxy fence, what `generic` ones do needs one like a thread's.
+        An mbarrier has two agents. The writes of bulk copies need no proxy fence. The writes of `generic` copies
+        (cp.async) need one, like those of threads.
         """
         key = place, generic
         if key not in self._agents:
@@ -71,18 +77,18 @@ class Clocks:
         self._ticks[cta, agent] += 1
         return self._ticks[cta, agent]
 
-    # ---- what is told
+    # ---- exchange of knowledge
 
     def tell(self, warp: int) -> Knowledge:
-        """What a warp knows, for others; what it does from now on is not in it."""
+        """What a warp knows, to be passed to others. Its clock ticks, so its later accesses are not included."""
         told = Knowledge(self.known(np.array([warp]))[0], self.fenced[warp].copy(), dict(self.abroad[warp]))
         self.now[warp] += 1
         return told
 
     def learn(self, warps: Indices, told: Knowledge) -> None:
-        """Warps know what was told, too."""
+        """Add what was told to what some warps know."""
         for table, row in ((self.seen, told.seen), (self.fenced, told.fenced)):
-            width = len(row)  # agents may have come since
+            width = len(row)  # agents may have been added since
             table[warps, :width] = np.maximum(table[warps, :width], row)
         if told.abroad:
             for warp in warps.tolist():
@@ -90,7 +96,7 @@ class Clocks:
         self.seen[warps, warps % self.lanes.warps] = ALWAYS
 
     def join(self, warps: Indices, told: Iterable[Knowledge] = ()) -> None:
-        """A barrier of some warps of one CTA, at which others left word."""
+        """A barrier of some warps of one CTA. `told` is what the warps knew that arrived there without waiting."""
         self.seen[warps] = self.known(warps).max(0)
         self.fenced[warps] = self.fenced[warps].max(0)
         if any(map(self.abroad.__getitem__, warps.tolist())):
@@ -103,13 +109,13 @@ class Clocks:
             self.learn(warps, one)
 
     def fence(self, warps: Indices) -> None:
-        """A proxy fence."""
+        """A proxy fence of some warps."""
         self.fenced[warps] = np.maximum(self.fenced[warps], self.known(warps))
         self.now[warps] += 1
 
 
 def merge(mine: Abroad, others: Iterable[Abroad]) -> Abroad:
-    """Add to what is known of CTAs, in place."""
+    """`mine`, with what others know of CTAs added in place."""
     for other in others:
         for cta, clocks in other.items():
             mine[cta] = np.maximum(mine[cta], clocks) if cta in mine else clocks
@@ -117,7 +123,7 @@ def merge(mine: Abroad, others: Iterable[Abroad]) -> Abroad:
 
 
 def joined(mine: Knowledge, other: Knowledge) -> Knowledge:
-    """What both know."""
+    """The union of what two know."""
     short, long = sorted((mine, other), key=lambda one: len(one.seen))
     width = len(short.seen)
     seen, fenced = long.seen.copy(), long.fenced.copy()

@@ -1,7 +1,8 @@
-"""`cvt`: from one instruction to lines of Python.
+"""Translates `cvt` to lines of Python.
 
-Floats are made by rounding to nearest even (tf32 also with ties away from zero, pairs of 16-bit floats also towards
-zero); integers by any rounding, which saturates; 8-bit floats with `.satfinite`. Other modes and formats are not known.
+Conversions to floats round to nearest even. To tf32 they may also round ties away from zero, and from float32 to 16-bit
+floats also towards zero. Conversions to integers take any rounding and saturate. Conversions to 8-bit floats need
+`.satfinite`. Other modes and formats are refused.
 """
 
 from ragged_attention.testing.ptx.numbers import WHOLE
@@ -13,7 +14,7 @@ PAIRS_OF_FP8 = ("e4m3x2", "e5m2x2")
 def convert(s: Statement) -> list[str]:
     """cvt.<modes>.<to>.<from>."""
     if len(s.modifiers) < 2:
-        raise s.refused("no types")
+        raise s.refused("fewer than two types")
     source, target = s.modifiers.pop(), s.modifiers.pop()
     s.expect(3 if target in ("bf16x2", "f16x2", *PAIRS_OF_FP8) and source == "f32" else 2)
     if source in PAIRS_OF_FP8 or target in PAIRS_OF_FP8:
@@ -26,7 +27,7 @@ def convert(s: Statement) -> list[str]:
         return s.assign(f"n.pack({s.value(1, 'f', 4)}, {s.value(2, 'f', 4)}, '{kind}')", "u", 4)
     to, of = type_of(target), type_of(source)
     if to is None or of is None or "p" in to.letter + of.letter or "x2" in target + source:
-        raise s.refused("a conversion between these")
+        raise s.refused("a conversion between these types")
     value = s.value(1, "u" if of.letter == "h" else of.letter, of.size, convert=of.letter in "us")
     if of.letter in "us" and to.letter in "us":
         return _integers(s, to, value)
@@ -46,7 +47,7 @@ def _fp8(s: Statement, target: str, source: str) -> list[str]:
         word = s.value(1, "u", 4)
         high, low = f"n.f16_value(({word} >> 16).astype('u2'))", f"n.f16_value({word}.astype('u2'))"
         return s.assign(f"n.fp8_pair({high}, {low}, '{target[:4]}')", "u", 2)
-    raise s.refused("a conversion between these")
+    raise s.refused("a conversion between these types")
 
 
 def _integers(s: Statement, to: Type, value: str) -> list[str]:
@@ -57,7 +58,7 @@ def _integers(s: Statement, to: Type, value: str) -> list[str]:
 
 def _to_integer(s: Statement, to: Type, of: Type, value: str) -> list[str]:
     mode = s.need(*WHOLE)
-    s.take("sat")  # it saturates in any case
+    s.take("sat")  # this conversion always saturates
     if of.letter == "h":
         value = f"n.{of.half}_value({value})"
     elif s.flag("ftz"):
@@ -66,22 +67,22 @@ def _to_integer(s: Statement, to: Type, of: Type, value: str) -> list[str]:
 
 
 def _to_float(s: Statement, to: Type, of: Type, value: str) -> list[str]:
-    """To a 16-bit float or a wider one."""
+    """A conversion to a float of 16, 32 or 64 bits."""
     ftz = s.flag("ftz")
     if ftz and Type("f", 4) not in (to, of):
-        raise s.refused("subnormals of other than float32 flushed")
+        raise s.refused(".ftz without an f32")
     if of.letter == "h":
         value = f"n.{of.half}_value({value})"
     elif ftz and of == Type("f", 4):
         value = f"n.flush({value})"
     if to.letter == "h":
-        # Compilers write `cvt.bf16.f16` without `.rn`, which can only mean the same.
+        # Compilers write `cvt.bf16.f16` without `.rn`, which can only mean rounding to nearest.
         down = "_down" if of == Type("f", 4) and s.take("rz") else ""
         if not down and s.take("rn") is None and of.letter != "h":
-            raise s.refused("no rounding")
+            raise s.refused("no rounding mode")
         if of.letter in "us":
             if of.size == 8:
-                raise s.refused("a conversion between these")
+                raise s.refused("a conversion between these types")
             value = f"{value}.astype('f8')"
         return s.assign(f"n.{to.half}_bits{down}({value})", "u", to.size)
     if of.letter in "us":

@@ -1,7 +1,7 @@
-"""Asynchronous operations in groups, and the first kind of them: copies from global to shared memory (cp.async).
+"""Queues of asynchronous operations in groups, and one such queue: copies from global to shared memory (cp.async).
 
-A copy reads global memory when it is issued, and its bytes arrive at the wait that waits for it; until then they are
-0xFF, which is NaN in every float format. So a change of its source in between is not noticed.
+A copy reads global memory when it is issued, so a later change of its source is not noticed. Its bytes arrive when a
+wait covers it; until then the target holds 0xFF, which is NaN in every float format.
 """
 
 import dataclasses
@@ -21,22 +21,22 @@ from ragged_attention.testing.ptx.shared import Cells, Shared
 
 @dataclasses.dataclass
 class Operation:
-    """Something asynchronous in flight: the lanes that issued it, and in which of its groups each did."""
+    """An asynchronous operation in flight: the lanes that issued it, and for each lane the number of its group."""
 
     lanes: Indices
     groups: NDArray[np.int64]
     line: int
 
-    def split(self, chosen: NDArray[np.bool_]) -> Self:
-        """The part of some of its lanes."""
-        return dataclasses.replace(self, lanes=self.lanes[chosen], groups=self.groups[chosen])
+    def split(self, selected: NDArray[np.bool_]) -> Self:
+        """The part of the operation that belongs to the selected lanes."""
+        return dataclasses.replace(self, lanes=self.lanes[selected], groups=self.groups[selected])
 
 
 Kind = TypeVar("Kind", bound=Operation)
 
 
 class Queue(Generic[Kind]):
-    """Operations in flight, in the order in which they were issued; a lane's are committed in groups."""
+    """Operations in flight, in the order in which they were issued. Each lane commits its operations in groups."""
 
     what = "operation"
 
@@ -46,7 +46,7 @@ class Queue(Generic[Kind]):
         self.committed = np.zeros(lanes.count, np.int64)
 
     def arrive(self, operation: Kind) -> None:
-        """What happens when an operation has been waited for by all the lanes that it names."""
+        """Complete an operation, for which all of its lanes have waited."""
         raise NotImplementedError
 
     def commit(self, mask: Mask, line: int) -> None:
@@ -54,28 +54,28 @@ class Queue(Generic[Kind]):
         self.committed[self.lanes.active(mask)] += 1
 
     def wait(self, left: int, mask: Mask, line: int) -> None:
-        """Until at most `left` groups of a lane are in flight."""
+        """Complete operations until at most `left` groups of each lane are in flight."""
         active = self.lanes.marked(mask)
         self._land([active[o.lanes] & (o.groups < self.committed[o.lanes] - left) for o in self.flight])
 
     def wait_all(self, mask: Mask, line: int) -> None:
-        """For all operations, in a group or not."""
+        """Complete all operations of the lanes, in a group or not."""
         active = self.lanes.marked(mask)
         self._land([active[operation.lanes] for operation in self.flight])
 
     def _land(self, done: list[NDArray[np.bool_]]) -> None:
         flight, self.flight = self.flight, []
         landing: list[Kind] = []
-        for operation, chosen in zip(flight, done, strict=True):
-            if chosen.any():
-                landing.append(operation if chosen.all() else operation.split(chosen))
-            if not chosen.all():
-                self.flight.append(operation.split(~chosen) if chosen.any() else operation)
+        for operation, selected in zip(flight, done, strict=True):
+            if selected.any():
+                landing.append(operation if selected.all() else operation.split(selected))
+            if not selected.all():
+                self.flight.append(operation.split(~selected) if selected.any() else operation)
         for operation in landing:
             self.arrive(operation)
 
     def end(self) -> None:
-        """The kernel is over."""
+        """Report the operations that are still in flight when the kernel ends."""
         for operation in self.flight:
             text = f"the kernel ends before this {self.what} was waited for"
             self.lanes.say(operation.line, operation.lanes[0], text, kind=Hazard)
@@ -83,10 +83,10 @@ class Queue(Generic[Kind]):
 
 @dataclasses.dataclass
 class Copy(Operation):
-    """Bytes [lanes, n] on their way to `places` of shared memory, which lie in `cells`.
+    """`data`, bytes [lanes, n], on their way to `places` of shared memory, which lie in `cells`.
 
-    `told` are the clocks at which the lanes' warps said that they would arrive at an mbarrier, 0 where they did not;
-    `agent` and `clock` who then brings the bytes, and when by its own clock.
+    `told` [lanes] are the clocks at which the lanes' warps executed cp.async.mbarrier.arrive for this copy, or 0 if
+    they did not. `agent` and `clock` are the agent that then delivers the bytes, and its own clock at that time.
     """
 
     places: NDArray[np.int64]
@@ -96,9 +96,9 @@ class Copy(Operation):
     agent: NDArray[np.int64]
     clock: NDArray[np.int64]
 
-    def split(self, chosen: NDArray[np.bool_]) -> Self:
+    def split(self, selected: NDArray[np.bool_]) -> Self:
         names = ("lanes", "groups", "places", "cells", "data", "told", "agent", "clock")
-        return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in names})
+        return dataclasses.replace(self, **{name: getattr(self, name)[selected] for name in names})
 
 
 class Copies(Queue[Copy]):
@@ -109,8 +109,8 @@ class Copies(Queue[Copy]):
     def __init__(self, lanes: Lanes, shared: Shared, memory: GlobalAccess) -> None:
         super().__init__(lanes)
         self.shared, self.memory = shared, memory
-        self.brought: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by warp: the last clock of each agent
-        self.by_agents = False  # whether it is these that bring what lands
+        self.brought: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by warp: each agent's last clock
+        self.by_agents = False  # whether agents deliver the copies that land now
 
     def start(
         self,
@@ -119,22 +119,25 @@ class Copies(Queue[Copy]):
         source: Any,
         source_offset: int,
         size: int,
-        given: Any,
+        source_size: Any,
         mask: Mask,
         line: int,
     ) -> None:
-        """cp.async; of `size` bytes only the first `given` are read, if not None, and the rest are zeros."""
+        """cp.async of `size` bytes; if `source_size` is not None, only that many are read and the rest are zero."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
         index = self.shared.place(lanes, target, target_offset, size, line)
-        count = np.full(len(lanes), size) if given is None else self.lanes.spread(given)[lanes].astype(np.int64)
+        if source_size is None:
+            count = np.full(len(lanes), size)
+        else:
+            count = self.lanes.spread(source_size)[lanes].astype(np.int64)
         if (count > size).any():
             raise self.lanes.fault(line, lanes[count.argmax()], f"a copy of {count.max()} bytes to {size}")
         data = np.zeros((len(lanes), size), np.uint8)
         for length in np.unique(count[count > 0]):
-            some = count == length
-            data[some, :length] = self._source(lanes[some], source, source_offset, size, int(length), line)
+            selected = count == length
+            data[selected, :length] = self._source(lanes[selected], source, source_offset, size, int(length), line)
         cells = self.shared.cells(index, size)
         places = index[:, None] + np.arange(size)
         self._check(lanes, cells, places, data, line)
@@ -144,7 +147,7 @@ class Copies(Queue[Copy]):
         self.flight.append(Copy(lanes, self.committed[lanes], line, places, cells, data, told, agent, clock))
 
     def _source(self, lanes: Indices, source: Any, offset: int, size: int, length: int, line: int) -> NDArray[np.uint8]:
-        """The first `length` bytes from an address aligned to `size`, by accesses of a power of two."""
+        """The first `length` bytes from an address aligned to `size`, by accesses whose size is a power of two."""
         unit = length & -length
         base = self.memory.place(lanes, source, offset, unit, line, "copy")
         if (wrong := np.flatnonzero(base % size)).size:
@@ -159,7 +162,7 @@ class Copies(Queue[Copy]):
     def _check(
         self, lanes: Indices, cells: Cells, places: NDArray[np.int64], data: NDArray[np.uint8], line: int
     ) -> None:
-        """Report a target that is in use; twice the same bytes to one place are no fault."""
+        """Report a target that is in use. Copying the same bytes to one place twice is allowed."""
         shared, pending = self.shared, self.shared.pending[cells]
         same = np.zeros(cells.shape, bool)
         if pending.any():
@@ -177,8 +180,7 @@ class Copies(Queue[Copy]):
             self.lanes.say(operation.line, operation.lanes[lost][0], text)
         self.shared.pending[operation.cells] = False
         now, told = self.shared.clocks.now[self.lanes.warp[operation.lanes]], operation.told
-        own = np.where(told > 0, told, now)
-        clocks = np.where(told > 0, operation.clock, now) if self.by_agents else own
+        clocks = np.where(told > 0, operation.clock if self.by_agents else told, now)
         agents = np.where(told > 0, operation.agent, -1) if self.by_agents else None
         self.shared.mark_written(operation.cells, operation.lanes, operation.line, clocks, agents)
 
@@ -191,14 +193,14 @@ class Copies(Queue[Copy]):
         self._know(mask)
 
     def _know(self, mask: Mask) -> None:
-        """Warps that wait know of their copies, whichever agent made them."""
+        """Let warps that wait know of their copies, whichever agent delivered them."""
         for warp in np.unique(self.lanes.warp[self.lanes.active(mask)]).tolist() if self.brought else ():
             for agent, clock in self.brought[warp].items():
                 seen = self.shared.clocks.seen
                 seen[warp, agent] = max(seen[warp, agent], clock)
 
     def _told(self, warp: int, agent: int, clock: int) -> Knowledge:
-        """The knowledge of a warp that arrives once its copies have landed; an agent brings them at a clock."""
+        """What a warp knows once its copies have landed: `agent` delivers them at `clock`."""
         self.brought[warp][agent] = clock
         told = self.shared.clocks.tell(warp)
         for other, when in self.brought[warp].items():
@@ -206,7 +208,10 @@ class Copies(Queue[Copy]):
         return told
 
     def arrive_at(self, mbarriers: Mbarriers, address: Any, offset: int, counted: bool, mask: Mask, line: int) -> None:
-        """cp.async.mbarrier.arrive: each thread arrives when its copies so far have; `counted`: as was expected."""
+        """cp.async.mbarrier.arrive: each thread arrives when its copies so far have landed.
+
+        `counted` is whether the mbarrier's expected arrivals already include these (.noinc).
+        """
         clocks = self.shared.clocks
         for place, lanes in mbarriers.each(address, offset, mask, line):
             now, told = clocks.now.copy(), NOTHING
@@ -219,9 +224,9 @@ class Copies(Queue[Copy]):
                 one.told[new], one.agent[new], one.clock[new] = now[self.lanes.warp[one.lanes[new]]], agent, clock
 
             def land(lanes: Indices, now: NDArray[np.int64] = now) -> None:
-                before = [(one.told > 0) & (one.told <= now[self.lanes.warp[one.lanes]]) for one in self.flight]
+                earlier = [(one.told > 0) & (one.told <= now[self.lanes.warp[one.lanes]]) for one in self.flight]
                 self.by_agents = True
-                self._land([np.isin(one.lanes, lanes) & these for one, these in zip(self.flight, before, strict=True)])
+                self._land([np.isin(one.lanes, lanes) & these for one, these in zip(self.flight, earlier, strict=True)])
                 self.by_agents = False
 
             mbarriers.arrive_later(mbarriers.find(place, lanes, line), land, told, lanes, counted, line)

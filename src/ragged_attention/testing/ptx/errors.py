@@ -1,18 +1,18 @@
-"""Errors of a run: reports that let it go on, faults that end it, and instructions that nobody taught it."""
+"""Errors of an emulated run: reports, which let it continue, faults, which end it, and unknown instructions."""
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-LONGEST = 120  # characters of an instruction that a message shows: a wgmma lists up to 128 registers
+LONGEST = 120  # the most characters of an instruction in a message; a wgmma lists up to 128 registers
 
 
 class Fault(Exception):
-    """No correct kernel does this, and the run cannot go on.
+    """An operation that no correct kernel does, and after which the run cannot continue.
 
-    `line` is the line of the PTX, `instruction` its text, `source` the line of the kernel's source ("file:line", after
-    those that call the function it is in), and `thread` the first thread that did it ("CTA 3 thread 17"). Those that
-    are not known are None. `text` says what happened.
+    `text` says what happened. `line` is the line of the PTX and `instruction` its text. `source` is the line of the
+    kernel's source, "file:line", after the lines that call the function it is in. `thread` is the first thread that did
+    it, such as "CTA 3 thread 17". Fields that are not known are None.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class Fault(Exception):
 
 
 class Unknown(NotImplementedError):
-    """An opcode, a modifier of one or a form of operand that is not known: it is refused, never guessed."""
+    """An opcode, modifier or form of operand that the emulator does not know. It refuses such PTX and never guesses."""
 
 
 class OutOfBounds(Fault):
@@ -39,7 +39,7 @@ class OutOfBounds(Fault):
 
 
 class Misaligned(Fault):
-    """An access at an address that is not a multiple of its size, or of the alignment that a copy asks for."""
+    """An access at an address that is not a multiple of its size, or of the alignment that a copy requires."""
 
 
 class Deadlock(Fault):
@@ -47,14 +47,14 @@ class Deadlock(Fault):
 
 
 class Diverged(Fault):
-    """Part of a warp or warpgroup executes what all of it must execute together."""
+    """Only part of a warp or warpgroup executes an instruction that all of it must execute together."""
 
 
 class Hazard(AssertionError):
-    """A run ended, but the kernel is wrong, or right only in some order of its threads; `reports` has all reports.
+    """A run that ended, but of a kernel that is wrong, or right only in some orders of its threads.
 
-    The class is that of the first report that raises: `Race`, `Uninitialised`, or this one for asynchronous copies that
-    were never waited for and mbarriers that were not invalidated.
+    `reports` has all reports. The class is that of the first report that raises: `Race`, `Uninitialised`, or `Hazard`
+    itself for asynchronous copies that were never waited for and mbarriers that were not invalidated.
     """
 
     def __init__(self, text: str, reports: "Sequence[Report]" = ()) -> None:
@@ -67,20 +67,20 @@ class Race(Hazard):
 
 
 class Rounding(Race):
-    """Two threads write float32 numbers that differ in their last bits alone to one place; only reported, not raised.
+    """Two threads write float32 numbers that differ only in their last bits to one place: reported, but not raised.
 
-    Compilers make such code of a right kernel: threads that compute the same sum of products fuse other products into
-    their additions. The result is right within its rounding, but which of the numbers stays is not defined.
+    Compilers make such code from correct kernels: threads that compute the same sum of products fuse different products
+    into their additions. The result is correct within its rounding, but which thread's number remains is not defined.
     """
 
 
 class Uninitialised(Hazard):
-    """A read of memory that nobody has written, or of a register of a thread that does not take part."""
+    """A read of memory that nobody has written, or a shuffle from a thread that does not take part."""
 
 
 @dataclasses.dataclass
 class Report:
-    """What one instruction was seen to do wrong, `count` times. The other fields are those of `Fault`, of the first."""
+    """An error that one instruction made `count` times. The other fields are as in `Fault`, for the first time."""
 
     count: int
     text: str
@@ -96,7 +96,7 @@ class Report:
 
 
 def located(text: str, line: int, source: str | None, thread: str | None, instruction: str | None) -> str:
-    """A text with the place where it happened."""
+    """`text` between the place where it happened and, if they are known, the thread and the instruction."""
     if instruction and len(instruction) > LONGEST:
         instruction = f"{instruction[:LONGEST]}..."
     place = f"line {line}{f' ({source})' if source else ''}"
@@ -104,14 +104,14 @@ def located(text: str, line: int, source: str | None, thread: str | None, instru
 
 
 class Reporter:
-    """Collects reports: those of one line that differ only in their numbers are one, with the first one's text."""
+    """Collects reports. Those of one PTX line whose texts differ only in numbers are merged under the first text."""
 
     def __init__(self, sources: Mapping[int, str], instructions: Mapping[int, str]) -> None:
         self.sources, self.instructions = sources, instructions
         self.reports: dict[tuple[int, str], Report] = {}
 
     def say(self, line: int, text: str, details: str, thread: str | None, kind: type[Hazard]) -> None:
-        """Count `text` against a line of the PTX; `details` (numbers, places) do not tell reports apart."""
+        """Count a report at a line of the PTX. Reports that differ only in `details` (numbers, places) are merged."""
         key = (line, re.sub(r"\d+", "#", text))
         if key not in self.reports:
             whole = f"{text} ({details})" if details else text

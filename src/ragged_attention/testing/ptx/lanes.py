@@ -1,4 +1,4 @@
-"""The threads of some CTAs as lanes of the same arrays, so that Python's cost is an instruction's, not a thread's."""
+"""The threads of some CTAs, as lanes of the same arrays: Python then costs time per instruction, not per thread."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,11 @@ WARP = 32
 
 
 class Lanes:
-    """Which lane is which thread.
+    """The thread that each lane stands for.
 
-    By lane: `cta` counts from 0 among those here, `number` is the CTA's in the grid, `warp` counts over all CTAs here
-    and `local` within its CTA; `waiting` says which lately found that what they wait for has not come to pass, if that
-    is `sure`, or may wait, and `changes` counts what may make it so.
+    By lane: `cta` is the CTA's index among these CTAs and `number` its number in the grid; `warp` is the warp's index
+    among all warps of these CTAs and `local` its index in its CTA. `waiting` marks lanes that found on their last check
+    that they must still wait, or, if not `sure`, that they may have to. `changes` counts changes that may end a wait.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Lanes:
             self.specials[f"%ntid.{letter}"] = np.full(self.count, threads if axis == 0 else 1, np.uint32)
 
     def waits(self, lanes: Indices, still: Any, sure: bool = True) -> None:
-        """Note of lanes whether they still wait; or, not `sure`, whether they may."""
+        """Record which lanes still wait or, if not `sure`, may be waiting."""
         self.waiting[lanes], self.sure[lanes] = still, sure
 
     def active(self, mask: Mask) -> Indices:
@@ -51,15 +51,15 @@ class Lanes:
         return self.every if mask is True else np.flatnonzero(mask)
 
     def marked(self, mask: Mask) -> NDArray[np.bool_]:
-        """The same as bools [lanes]."""
+        """The lanes that take part, as bools [lanes]."""
         return np.ones(self.count, bool) if mask is True else mask
 
     def spread(self, value: Any) -> NDArray[Any]:
-        """An operand, which may be one number for all, as an array [lanes]."""
+        """An operand, which may be one number for all lanes, as an array [lanes]."""
         return np.broadcast_to(value, self.count)
 
     def whole_warps(self, mask: Mask, line: int) -> Indices:
-        """The warps that execute an aligned instruction; a fault if a part of one does."""
+        """The warps that execute an aligned instruction. It is a fault if only part of a warp does."""
         if mask is True:
             return np.arange(self.ctas * self.warps)
         table = mask.reshape(-1, WARP)
@@ -73,9 +73,9 @@ class Lanes:
         return f"CTA {self.number[lane]} thread {lane % self.threads}"
 
     def say(self, line: int, lane: int | None, text: str, details: str = "", kind: type[Hazard] = Race) -> None:
-        """Report what a lane was seen to do at a line of the PTX; without a lane, what no single thread does."""
+        """Report a hazard of a lane at a line of the PTX; `lane` is None if no single thread caused it."""
         self.reporter.say(line, text, details, None if lane is None else self.describe(int(lane)), kind)
 
     def fault(self, line: int, lane: int | None, text: str, kind: type[Fault] = Fault) -> Fault:
-        """The fault to raise for what a lane does at a line of the PTX."""
+        """The fault to raise for a lane at a line of the PTX."""
         return self.reporter.fault(line, text, None if lane is None else self.describe(int(lane)), kind)

@@ -1,7 +1,7 @@
 """Launches without a GPU: a Triton kernel is compiled for an NVIDIA architecture, and its PTX is emulated.
 
-Triton itself decides what a launch is specialised for, by the very arguments. A stand-in for its driver names the
-architecture; compiling needs no GPU.
+Triton itself specialises a launch, by the actual arguments. A stand-in for its driver names the architecture; compiling
+needs no GPU.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ragged_attention.testing.ptx.machine import Outcome
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
-NOBODY_WROTE = 0xFF  # in each byte of what no kernel wrote yet: a NaN as a float of any format, -1 as an integer
+NOBODY_WROTE = 0xFF  # in each byte that no kernel has written yet: NaN in every float format, -1 as an integer
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
@@ -60,8 +60,8 @@ def run(
     """Run `kernel[grid](*arguments, **named)` without a GPU: compile it for `arch`, and execute the PTX on the CPU.
 
     Args:
-        kernel: a function under `@triton.jit`, in a file, from which Triton reads its source. Of an autotuned kernel
-            give the function that it wraps, `kernel.fn`.
+        kernel: a function under `@triton.jit`, in a file, from which Triton reads its source. For an autotuned kernel
+            pass the function that it wraps, `kernel.fn`.
         grid: one to three numbers of programs, or a function from the arguments to them, as Triton takes it.
         arguments, named: the kernel's arguments by position or name, and Triton's options, such as `num_warps`,
             `num_stages` and `maxnreg`. Arrays are NumPy arrays or torch tensors on the CPU, of any shape, strides and
@@ -69,20 +69,19 @@ def run(
             tuples, `tl.constexpr` values and `TensorDescriptor` are passed as on a GPU.
         arch: one of `ARCHITECTURES`.
         schedule: None runs the warps in turn; a number is the seed of another order.
-        unwritten: those of the arrays whose contents the kernel must not read before it writes them. Their contents
-            are lost.
-        strict: whether a report raises `Hazard`, unless it is of the kind `Rounding`. Otherwise reports are only in the
+        unwritten: the arrays whose contents the kernel must not read before it writes them. Their contents are lost.
+        strict: whether reports raise `Hazard`, except those of the kind `Rounding`. If not, they are only in the
             outcome.
 
     Returns:
         The `Outcome`: reports, the number of instructions, and the opcodes that ran.
 
     Raises:
-        Hazard: the run ended, but something was reported; `Race` and `Uninitialised` are its kinds.
-        Fault: the run could not go on; `OutOfBounds`, `Misaligned`, `Deadlock` and `Diverged` are its kinds.
+        Hazard: the run ended, but something was reported; `Race` and `Uninitialised` are its subclasses.
+        Fault: the run could not continue; `OutOfBounds`, `Misaligned`, `Deadlock` and `Diverged` are its subclasses.
         Unknown: the PTX has an instruction that the emulator does not know.
         ragged_attention.InvalidInput (a ValueError): another architecture, arrays that are not on the CPU, or arrays
-            that share memory and are not views of one array. Its kind `TooLarge` says that the kernel needs more shared
+            that share memory and are not views of one array. Its subclass `TooLarge`: the kernel needs more shared
             memory than the architecture has.
         TypeError: `kernel` is not a kernel that Triton compiles, or the arguments are not those of the kernel.
     """
@@ -121,7 +120,7 @@ def run_text(
         arguments: one for each parameter of the kernel: an array for a pointer, a number, or the bytes of a struct.
         entry: the name of the kernel as it is in the PTX; by default the first.
         threads: the number of threads in a CTA, which has one dimension: a multiple of 32. By default the number that
-            the PTX asks for (`.reqntid`).
+            the PTX requires (`.reqntid`).
         shared: the number of bytes of dynamic shared memory in a CTA.
         arch: the architecture that limits shared memory; the text is not compiled for it.
         schedule, unwritten, strict: as for `run`.
@@ -149,16 +148,16 @@ def _judged(name: str, outcome: Outcome, strict: bool) -> Outcome:
 
 
 def expect_none(name: str, reports: Sequence[Report]) -> None:
-    """Raise `Hazard`, or the kind of it that was reported first, if there are reports of the kernel of this name."""
+    """Raise `Hazard`, in the class of the first report, if there are reports of the kernel with this name."""
     if reports:
         lines = "\n".join(f"    {report}" for report in reports)
         raise reports[0].kind(f"expected nothing to report of {name}, got\n{lines}", reports)
 
 
 class Emulator:
-    """Compiles launches for one architecture and runs them; knows across launches which bytes were written.
+    """Compiles launches for one architecture and runs them. It remembers which bytes were written by earlier launches.
 
-    It never raises `Hazard`: what it sees is in the outcomes of its launches.
+    It never raises `Hazard`: its reports are in the outcomes of the launches.
     """
 
     def __init__(
@@ -169,18 +168,18 @@ class Emulator:
         lanes: int = 2048,
         change: Callable[[str, str], str] | None = None,
     ) -> None:
-        """Choose an architecture.
+        """Create an emulator of an architecture.
 
         `lanes` is the number of threads that run side by side, and `change(name, ptx)` returns the PTX to run in place
         of a kernel's; `schedule` is as for `run`.
         """
         _expect_arch(arch)
         self.arch, self.schedule, self.lanes, self.change = arch, schedule, lanes, change
-        self.launches: Counter[str] = Counter()  # by the full names of kernels
-        self._written: dict[int, NDArray[np.bool_]] = {}  # by where memory begins, of which not all holds something
+        self.launches: Counter[str] = Counter()  # by kernel, with its module
+        self._written: dict[int, NDArray[np.bool_]] = {}  # by address, for allocations with unwritten bytes
 
     def forget(self, array: Any) -> None:
-        """From now on nobody has written the elements of an array."""
+        """Mark the elements of an array as unwritten, and overwrite them with `NOBODY_WROTE`."""
         found = Operand.of(array)
         if found.size:
             elements = np.zeros(found.size, bool)
@@ -231,7 +230,7 @@ class Emulator:
         threads: int,
         shared: int,
     ) -> Outcome:
-        """Run a kernel over memory that is not sealed yet, and copy what it wrote to the arrays."""
+        """Run a kernel over memory that is not sealed yet, and copy its results to the arrays."""
         if (needed := program.shared + shared) > (most := shared_memory_of(self.arch)):
             raise TooLarge(
                 f"expected {program.name} to need at most {most} bytes of shared memory on {self.arch}, got {needed}"
@@ -251,15 +250,15 @@ class Emulator:
 
     @staticmethod
     def _for_triton(space: memory.Memory, size: int) -> list[int]:
-        """The addresses of memory for Triton's own purposes: of tensor maps, and of a profiler, which asks for none."""
+        """The addresses of Triton's own buffers: `size` bytes for tensor maps; 0 for a profiler."""
         if not size:
             return [0, 0]
         return [space.add(np.zeros(size, np.uint8), "Triton's global scratch", None, np.zeros(size, bool)), 0]
 
     def mapped(self, operands: Sequence[tuple[str, "Operand"]]) -> tuple[memory.Memory, dict[int, int]]:
-        """Memory, to be sealed, that holds the operands' allocations, and the address of each operand by its id.
+        """Memory, not yet sealed, that holds the operands' allocations, and the address of each operand by its id.
 
-        Operands that share an allocation share it there; what may be touched are the elements of any of them.
+        Operands that share an allocation share it there too. A kernel may touch the elements of any of them.
         """
         space, addresses = memory.Memory(), {}
         groups: dict[int, list[tuple[str, Operand]]] = {}
@@ -279,20 +278,20 @@ class Emulator:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Operand:
-    """An array as a kernel is given it; Triton takes it for a tensor."""
+    """An array as it is passed to a kernel; Triton treats it as a tensor."""
 
-    owner: Any  # keeps the memory
-    dtype: str  # its name
+    owner: Any  # keeps the memory alive
+    dtype: str  # the dtype's name
     shape: tuple[int, ...]
-    strides: tuple[int, ...]  # bytes
+    strides: tuple[int, ...]  # in bytes
     itemsize: int
     base: int  # the address of the allocation
-    size: int  # bytes of the allocation
-    offset: int  # bytes from there to the first element
+    size: int  # of the allocation, in bytes
+    offset: int  # of the first element in the allocation, in bytes
 
     @classmethod
     def of(cls, array: Any) -> "Operand":
-        """A torch tensor on the CPU or a NumPy array, which may be a view of a larger one, or a descriptor's."""
+        """The operand of a torch tensor on the CPU, a NumPy array, either of which may be a view, or a descriptor."""
         if _is_descriptor(array):
             array = array.base
         name = str(array.dtype).rpartition(".")[2]
@@ -316,7 +315,7 @@ class Operand:
         return self.base + self.offset
 
     def within(self, addresses: Mapping[int, int]) -> int:
-        """Where the kernel finds it."""
+        """Its address in the memory that the kernel sees."""
         return addresses[id(self)]
 
     def bytes(self) -> NDArray[np.uint8]:
@@ -326,31 +325,31 @@ class Operand:
         return np.ctypeslib.as_array((ctypes.c_uint8 * self.size).from_address(self.base))
 
     def mark(self, marks: NDArray[np.bool_]) -> None:
-        """Set what belongs to the array of marks [size], one for each byte of the allocation."""
+        """Set the marks of the array's own bytes; `marks` [size] has one for each byte of the allocation."""
         if math.prod(self.shape):
             as_strided(marks[self.offset :], (*self.shape, self.itemsize), (*self.strides, 1))[...] = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tiles:
-    """An operand that the kernel is given as a tensor map, which lacks its address."""
+    """An operand that is passed to the kernel as a tensor map; `map` does not have its address yet."""
 
     operand: Operand
     map: TensorMap
 
     @classmethod
-    def of(cls, descriptor: Any, asked: Mapping[str, Any]) -> "Tiles":
-        """The map that Triton's launcher would make of a descriptor, as the compiled kernel asks for it."""
-        if asked["fp4_padded"] or asked.get("is_im2col") or descriptor.round_f32_to_tf32:
+    def of(cls, descriptor: Any, required: Mapping[str, Any]) -> "Tiles":
+        """The map that Triton's launcher would make of a descriptor, as the compiled kernel requires it."""
+        if required["fp4_padded"] or required.get("is_im2col") or descriptor.round_f32_to_tf32:
             raise Unknown("a tensor descriptor of 4-bit elements, for convolutions or that rounds to tf32")
-        width = asked["elem_size"]
+        width = required["elem_size"]
         found = TensorMap(
             address=0,
             dims=tuple(map(int, reversed(descriptor.shape))),
             strides=tuple(int(stride) * width for stride in reversed(descriptor.strides[:-1])),
-            box=tuple(reversed(asked["block_size"])),
-            elemtype=asked["elem_type"],
-            swizzle=asked["swizzle"],
+            box=tuple(reversed(required["block_size"])),
+            elemtype=required["elem_type"],
+            swizzle=required["swizzle"],
             nan=descriptor.padding == "nan",
         )
         return cls(descriptor.base, found)
@@ -366,14 +365,14 @@ class Compiled:
 
     name: str
     text: str  # PTX
-    shared: int  # bytes of a CTA
-    threads: int  # of a CTA, where the PTX does not say it
-    signature: Mapping[str, Any]  # types by the names of parameters, "constexpr" where the value is compiled in
-    maps: Sequence[Mapping[str, Any]]  # what each tensor map has to be, none where there are no such instructions
-    scratch: int  # bytes of global memory that a program needs for itself
+    shared: int  # bytes of shared memory per CTA
+    threads: int  # per CTA, used if the PTX does not specify it
+    signature: Mapping[str, Any]  # parameter types by name, "constexpr" for values that are compiled in
+    maps: Sequence[Mapping[str, Any]]  # the properties of each tensor map; empty if the architecture has no TMA
+    scratch: int  # bytes of global scratch memory per program
 
-    def values(self, given: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """What the PTX takes, in order, with the name of the parameter that it is or is a part of."""
+    def values(self, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """The arguments of the PTX in order, each with the name of the Triton parameter that it comes from."""
         maps = iter(self.maps)
 
         def parts(name: str, kind: Any, value: Any) -> Iterator[tuple[str, Any]]:
@@ -389,11 +388,11 @@ class Compiled:
                 yield name, value
 
         for name, kind in self.signature.items():
-            yield from parts(name, kind, given[name])
+            yield from parts(name, kind, arguments[name])
 
 
 class _Driver:
-    """In place of Triton's driver: there is a device of an architecture, which nothing can be launched on."""
+    """A stand-in for Triton's driver: it has a device of one architecture, on which nothing can be launched."""
 
     def __init__(self, arch: str) -> None:
         self.arch = arch
@@ -402,13 +401,13 @@ class _Driver:
         return importlib.import_module("triton.backends.compiler").GPUTarget("cuda", int(self.arch[3:]), 32)
 
     def get_current_device(self) -> Any:
-        return f"emulated {self.arch}"  # what kernels are kept by: no number, which may be that of a real one
+        return f"emulated {self.arch}"  # the key of kernel caches; not a number, which a real device may have
 
     def get_current_stream(self, device: Any) -> int:
         return 0
 
 
-_one_at_a_time = threading.RLock()  # Triton has one driver
+_one_at_a_time = threading.RLock()  # Triton has one global driver
 
 
 @contextlib.contextmanager
@@ -424,26 +423,26 @@ def _driving(arch: str) -> Iterator[None]:
 
 
 def _as_operand(value: Any) -> Any:
-    """An argument as Triton is given it: an array as an operand, also in a tuple."""
+    """An argument as it is passed to Triton: arrays, also those in tuples, become operands."""
     if isinstance(value, tuple):
         parts = [_as_operand(part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
     if _is_descriptor(value):
-        held = copy.copy(value)
-        held.base = Operand.of(value.base)
-        return held
+        descriptor = copy.copy(value)
+        descriptor.base = Operand.of(value.base)
+        return descriptor
     if isinstance(value, np.generic) or not (hasattr(value, "shape") and hasattr(value, "dtype")):
         return value
     return Operand.of(value)
 
 
 def _is_descriptor(value: Any) -> bool:
-    """Whether it is one of Triton's, told by its name, for not every Triton has them in the same place."""
+    """Whether a value is a Triton tensor descriptor. It is recognised by name: the module depends on the version."""
     return type(value).__name__ == "TensorDescriptor" and hasattr(value, "block_shape")
 
 
 def _expect_apart(operands: Sequence[tuple[str, Operand]]) -> None:
-    """Raise if allocations, in the order of their addresses, overlap: each of them is mapped by itself."""
+    """Raise if allocations, sorted by address, overlap: each of them is mapped separately."""
     for (name, first), (other, second) in itertools.pairwise(operands):
         if first.base + first.size > second.base:
             raise InvalidInput(f"expected arrays that share memory to be views of one, got {name} and {other}")
@@ -464,7 +463,7 @@ def _expect_jitted(kernel: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """The arguments and options of a launch as they were given, arrays as operands, and `all` by name with defaults."""
+    """The arguments and options of a launch, with arrays as operands; `all` has them by name, with defaults."""
 
     positional: Sequence[Any]
     named: Mapping[str, Any]
@@ -526,7 +525,7 @@ def compile_for(arch: str, kernel: Any, grid: Sequence[int], bound: Bound) -> Co
 
 
 def number(kind: str, value: Any) -> NDArray[Any]:
-    """A parameter of a PTX type such as u64 or f32, as an array without axes; one of several bytes as they are."""
+    """A parameter of a PTX type such as u64 or f32, as an array without axes; the type b8[n] stays n bytes."""
     if "[" in kind:
         return np.frombuffer(value, np.uint8)
     size = int(kind[1:]) // 8

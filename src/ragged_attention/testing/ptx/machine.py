@@ -1,15 +1,15 @@
-"""Runs a kernel over a grid: where each thread is, barriers, and the objects that do the work.
+"""Runs a kernel over a grid: it keeps the position of each thread, handles barriers and owns the other objects.
 
-Threads of several CTAs run at a time, as lanes of the same arrays. Among lanes that stand at different blocks those at
-the lowest go first, so that lanes that diverged meet again where they can. The text need not have blocks in such an
-order: before what a warp executes together, lanes wait for those of their warp that can still come there. With a seed,
-warps (or warpgroups) are drawn that may run ahead of others. Hazards are found by clocks, not by chance, so one order
-shows most; other orders show what a value does that another thread took too early. Lanes that wait, at an mbarrier or
-for a lock, let others go first; if nobody else can go on, that is a deadlock.
+Threads of several CTAs run at a time, as lanes of the same arrays. If lanes stand at different basic blocks, those at
+the lowest block run first, so that diverged lanes meet again. Not every PTX text orders its blocks so that this
+suffices. So before a block that a warp must execute together, lanes wait for the lanes of their warp that can still
+reach it. With a seed, randomly drawn warps (or warpgroups) may run ahead of the others. Hazards are found by clocks,
+not by chance, so one order shows most of them; other orders show the effect of a value that a thread reads too early.
+Lanes that wait, at an mbarrier or for a lock, let others go first. If no other lane can continue, that is a deadlock.
 
-Known leniencies beside those that the modules name: threads that have ended count as arrived at a barrier that says no
-number of threads; a loop that waits for another thread to change memory by other than atomic operations may never end.
-Refused, as `Unknown`: clusters, tcgen05, generic addresses, calls.
+Leniencies besides those that the other modules name: threads that have ended count as arrived at a barrier that gives
+no number of threads. A loop that waits for memory which another thread changes without atomic operations may never end.
+Clusters, tcgen05, calls and generic addresses of shared memory are refused, as `Unknown`.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ from ragged_attention.testing.ptx.warps import Warps, most_registers
 
 __all__ = ["Fault", "Outcome", "Report", "Unknown", "launch"]
 
-ENDED = 1 << 30  # the block of a lane that has returned
-PATIENCE = 100  # so many times all that wait look again, before it is a deadlock
+ENDED = 1 << 30  # the block number of a lane that has returned
+PATIENCE = 100  # how often all waiting lanes look again before this counts as a deadlock
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a run showed, and what was executed.
+    """The reports of a run, and what it executed.
 
     `reports` are by (line of the PTX, text without numbers). `instructions` counts an instruction once for all the
     threads that execute it together. `opcodes` and `lines` are those of the basic blocks that ran.
@@ -69,9 +69,9 @@ def launch(
 ) -> Outcome:
     """Run `kernel` over sealed memory, with `threads` threads and `shared` bytes of dynamic shared memory in a CTA.
 
-    `params` are NumPy numbers of the parameters' types by name, or bytes; `lanes` is how many threads run at a time, at
-    least one CTA's. Raises Fault for what no lawful kernel does, with what was reported before as its notes, and
-    Unknown for what is not known here.
+    `params` has, by name, NumPy numbers of the parameters' types, or bytes. `lanes` is the number of threads that run
+    at a time; at least one CTA's threads do. Raises Fault for an operation that no correct kernel does, with the
+    reports before it as notes, and Unknown for PTX that the emulator does not know.
     """
     if threads % WARP or not threads:
         raise Unknown(f"CTAs of {threads} threads, which are no whole warps")
@@ -105,9 +105,9 @@ def launch(
 class Machine:
     """Some CTAs of one launch.
 
-    By lane: `at` is the block to execute next, `parked` whether it waits at a barrier, `barrier` which one, and
-    `counted` for how many threads, 0 if the barrier does not say. `arrived` has by (CTA, barrier) how many threads
-    arrived there without waiting, and what their warps knew.
+    By lane: `at` is the block to execute next, `parked` whether the lane waits at a barrier, `barrier` the number of
+    that barrier, and `counted` the barrier's number of threads, or 0 if it gives none. `arrived` has, by (CTA,
+    barrier), how many threads arrived there without waiting, and what their warps knew.
     """
 
     def __init__(
@@ -142,14 +142,14 @@ class Machine:
         self.barrier, self.counted = np.zeros(lanes.count, np.int64), np.zeros(lanes.count, np.int64)
         self.together_only = np.array([_needs_a_warp(block) for block in self.kernel.blocks])
         self.arrived: dict[tuple[int, int], list[tuple[int, list[Knowledge]]]] = {}
-        self.before: dict[int, NDArray[np.bool_]] = {}  # by a block that warps execute together: see `_before`
+        self.reaching: dict[int, NDArray[np.bool_]] = {}  # by block that a warp executes together: `_reaching`
         self.executed, self.reached = 0, set()
-        self.looked, self.changes = 0, 0  # how often all that wait looked again since the last of `lanes.changes`
+        self.looked, self.changes = 0, 0  # how often all waiting lanes looked again since the last change
         whole_groups = "wgmma" in self.kernel.text and lanes.threads % GROUP == 0
         self.together = GROUP if whole_groups else WARP
 
     def run(self) -> None:
-        """Until all threads have ended."""
+        """Run until all threads have ended."""
         with np.errstate(all="ignore"):
             while True:
                 free = ~self.parked & (self.at < ENDED)
@@ -179,16 +179,16 @@ class Machine:
         return self.lanes.fault(line, lane, f"deadlock: {text}", Deadlock)
 
     def _willing(self, free: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """Of lanes that are free, those that do not wait, by whole warps if possible; if all wait, they look again."""
+        """The free lanes that do not wait, in whole warps if possible. If all free lanes wait, they look again."""
         waiting = self.lanes.waiting
         if self.lanes.changes != self.changes:
             self.changes, self.looked = self.lanes.changes, 0
             waiting[:] = False
             return free
         warps = np.repeat((waiting & free).reshape(-1, WARP).any(1), WARP)
-        if (some := free & ~warps).any():
-            return some
-        rest = np.flatnonzero(free & ~waiting)  # of warps of which a part waits: what they need not do together
+        if (whole := free & ~warps).any():
+            return whole
+        rest = np.flatnonzero(free & ~waiting)  # in partly waiting warps: lanes at blocks that need no whole warp
         if (rest := rest[~self.together_only[self.at[rest]]]).size:
             return np.isin(self.lanes.every, rest)
         self.looked += not (free & waiting & ~self.lanes.sure).any()
@@ -198,7 +198,7 @@ class Machine:
         return free
 
     def _choose(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
-        """The block to execute, and the lanes that do."""
+        """The block to execute next, and the lanes that execute it."""
         left = free
         while left.any():
             index, mask = self._lowest(left)
@@ -214,14 +214,14 @@ class Machine:
         """Lanes that must wait at a block that warps execute together: others of their warp can still reach it."""
         if not self.together_only[index]:
             return None
-        if index not in self.before:
-            self.before[index] = _before(self.kernel.blocks, index)
-        coming = free & ~mask & self.before[index][np.minimum(self.at, len(self.kernel.blocks))]
+        if index not in self.reaching:
+            self.reaching[index] = _reaching(self.kernel.blocks, index)
+        coming = free & ~mask & self.reaching[index][np.minimum(self.at, len(self.kernel.blocks))]
         warps = (coming.reshape(-1, WARP).any(1) & mask.reshape(-1, WARP).any(1)).repeat(WARP)
         return mask & warps if warps.any() else None
 
     def _lowest(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
-        """The lowest block at which lanes stand, or the block of a drawn warp; and the lanes there."""
+        """The lowest block at which lanes stand or, with a seed, the block of a drawn warp; and the lanes there."""
         if self.rng is None:
             index = int(self.at[free].min())
             return index, free & (self.at == index)
@@ -233,7 +233,7 @@ class Machine:
         return index, free & (self.at == index) & np.repeat(drawn & (lowest == index), self.together)
 
     def _go_on(self, index: int, block: Block, mask: NDArray[np.bool_], taken: Any) -> None:
-        """Where lanes stand after a block."""
+        """Move lanes to their next block after they executed a block."""
         if block.ending == "fall":
             self.at[mask] = index + 1
             return
@@ -254,7 +254,7 @@ class Machine:
             self._come(index, block, pair, mask & (number == pair[0]) & (expected == pair[1]))
 
     def _come(self, index: int, block: Block, pair: tuple[int, int], mask: NDArray[np.bool_]) -> None:
-        """Threads come to a barrier; of `pair`, its number and the threads that it is for or -1, all know the same."""
+        """Let threads arrive at a barrier; `pair` is its number and its number of threads or -1, the same for all."""
         number, expected = pair
         if number > 15 or (expected >= 0 and (expected % WARP or not expected)):
             lane = int(np.flatnonzero(mask)[0])
@@ -268,14 +268,14 @@ class Machine:
         self._release(number, expected if expected >= 0 else None)
 
     def _leave_word(self, number: int, mask: NDArray[np.bool_]) -> None:
-        """Threads arrive at a barrier without waiting."""
+        """Record threads that arrive at a barrier without waiting."""
         for cta in np.unique(self.lanes.cta[mask]).tolist():
             here = mask & (self.lanes.cta == cta)
             told = [self.shared.clocks.tell(warp) for warp in np.unique(self.lanes.warp[here]).tolist()]
             self.arrived.setdefault((cta, number), []).append((int(here.sum()), told))
 
     def _release(self, number: int, expected: int | None) -> None:
-        """Let go of the CTAs in which all that a barrier waits for have come."""
+        """Release the threads of each CTA in which all threads that the barrier waits for have arrived."""
         here = self.parked & (self.barrier == number)
         table = here.reshape(self.lanes.ctas, -1)
         ended = (self.at >= ENDED).reshape(self.lanes.ctas, -1)
@@ -296,8 +296,11 @@ def _variables(names: Names, memory: Memory) -> dict[str, Any]:
     return {name: np.uint64(memory.variables[variable]) for variable, name in names.variables.items()}
 
 
-def _before(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
-    """[blocks + 1]: the blocks from which threads can reach a block; neither itself nor the last, where they end."""
+def _reaching(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
+    """The blocks from which threads can reach a block, as bools [blocks + 1].
+
+    The block itself is not among them, nor is the last entry, which stands for threads that have ended.
+    """
     comes_from: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):
         ways = {number + 1} if block.ending != "branch" or block.guard else set()
@@ -315,12 +318,12 @@ def _before(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
 
 
 def _needs_a_warp(block: Block) -> bool:
-    """Whether threads of a warp execute something in a block, or at its end, together."""
+    """Whether a block has an instruction, or ends at a barrier, that the threads of a warp must execute together."""
     return block.aligned or any(".sync" in one.opcode or ".aligned" in one.opcode for one in block.instructions)
 
 
 def image(kernel: Kernel, params: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """The bytes of a kernel's parameters as they lie one behind the other."""
+    """The bytes of a kernel's parameter space."""
     found = np.zeros(max((kernel.offsets[name] + size_of(kind) for name, kind in kernel.params), default=0), np.uint8)
     for name, kind in kernel.params:
         data = np.frombuffer(np.asarray(params[name]).tobytes(), np.uint8)[: size_of(kind)]

@@ -1,11 +1,11 @@
-"""mbarrier objects: phases that complete when enough threads arrived and as many bytes came as were expected.
+"""mbarrier objects, whose phases complete when the expected threads have arrived and the expected bytes have come.
 
-Copies that end at an mbarrier are landed when somebody waits for the phase that they count in, the oldest first, and
-no earlier: until then their bytes are not there. Whoever sees a phase complete knows of what those that arrived had
-done and of the copies that came; of an initialisation and an invalidation other threads know by barriers.
+Copies that end at an mbarrier land when a thread waits for the phase that they count in, the oldest first, and no
+earlier: until then their bytes are not in shared memory. A thread that sees a phase complete knows of the accesses of
+the threads that arrived, and of the copies that landed. It knows of initialisation and invalidation only by barriers.
 
-Lenient: a thread that waits for a phase knows of all that is complete by then. Of a parity other than 0 and 1, which
-the ISA does not know, the lowest bit counts: Triton's warp-specialised loops say -1 for 1.
+Lenient: a thread that waits for a phase knows of everything that is complete by then. For a parity other than 0 and 1,
+which the ISA does not define, the lowest bit counts: Triton's warp-specialised loops write -1 for 1.
 """
 
 import dataclasses
@@ -20,16 +20,16 @@ from ragged_attention.testing.ptx.errors import Hazard
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.shared import Shared
 
-SIZE, MOST, LARGEST = 8, (1 << 20) - 1, (1 << 20) - 1  # bytes of the object, arrivals and bytes of a phase
+SIZE, MOST, LARGEST = 8, (1 << 20) - 1, (1 << 20) - 1  # bytes of the object; the most arrivals and bytes of a phase
 
 
 @dataclasses.dataclass(eq=False)
 class Mbarrier:
-    """One object: `pending` of `expected` arrivals and `bytes` are still to come in phase number `phase`.
+    """One mbarrier: `pending` of `expected` arrivals and `bytes` bytes are still to come in phase number `phase`.
 
-    `agent` is the column of its copies in the clocks, `flight` what lands them, and their lines; `maker` and `made` the
-    warp that initialised it and its clock then, `used` each warp's clock at its last use of it. `coming` is what those
-    that arrived in this phase knew, `done` the same of all before.
+    `agent` is the column of its copies in the clocks. `flight` has, for each copy, the function that lands it and its
+    line. `maker` is the warp that initialised it, `made` that warp's clock then, and `used` has each warp's clock at
+    its last use of it. `coming` is what the warps that arrived in this phase knew, `done` the same for earlier ones.
     """
 
     cta: int
@@ -51,17 +51,17 @@ class Mbarrier:
 
 
 class Mbarriers:
-    """Those of some CTAs, by where they begin in `shared.bytes`."""
+    """The mbarriers of some CTAs, by their index in `shared.bytes`."""
 
     def __init__(self, lanes: Lanes, shared: Shared) -> None:
         self.lanes, self.shared = lanes, shared
         self.clocks = shared.clocks
         self.objects: dict[int, Mbarrier] = {}
 
-    # ---- which
+    # ---- lookup
 
     def each(self, address: Any, offset: int, mask: Mask, line: int) -> Iterator[tuple[int, Indices]]:
-        """(place, the lanes that mean it)."""
+        """For each mbarrier that lanes name: (its place, those lanes)."""
         lanes = self.lanes.active(mask)
         if lanes.size:
             places = self.shared.place(lanes, address, offset, SIZE, line)
@@ -109,7 +109,7 @@ class Mbarriers:
             )  # fmt: skip
 
     def invalidate(self, address: Any, offset: int, mask: Mask, line: int) -> None:
-        """mbarrier.inval: its memory is memory again."""
+        """mbarrier.inval: its memory may hold other data again."""
         for place, lanes in self.each(address, offset, mask, line):
             found = self.find(place, lanes, line)
             known = self.clocks.seen[self.lanes.warp[lanes[0]], : self.lanes.warps]
@@ -124,14 +124,14 @@ class Mbarriers:
     # ---- phases
 
     def _complete(self, found: Mbarrier) -> None:
-        """Go on to the next phase if nothing is to come in this one."""
+        """Go on to the next phase if this one lacks nothing."""
         if found.pending == 0 and found.bytes == 0:
             found.phase, found.pending = found.phase + 1, found.expected
             found.done, found.coming = joined(found.done, found.coming), NOTHING
             self.lanes.changes += 1
 
     def expect(self, found: Mbarrier, count: int, line: int, lane: int | None = None) -> None:
-        """Count `count` bytes more as still to come, or less if negative."""
+        """Expect `count` more bytes in this phase, or fewer if `count` is negative."""
         found.bytes += count
         if abs(found.bytes) > LARGEST:
             text = f"{found} has {found.bytes} bytes to come, more than it can count"
@@ -157,9 +157,10 @@ class Mbarriers:
         mask: Mask,
         line: int,
     ) -> None:
-        """mbarrier.arrive for `count` arrivals a thread, which first expect so many bytes if `expected` is not None.
+        """mbarrier.arrive, `count` arrivals per thread.
 
-        `state` is a register for what names the phase, or None.
+        If `expected` is not None, each thread first expects that many bytes. `state` is a register for the phase, or
+        None.
         """
         counts = self.lanes.spread(count)
         awaited = None if expected is None else self.lanes.spread(expected)
@@ -185,7 +186,7 @@ class Mbarriers:
     # ---- copies
 
     def start(self, found: Mbarrier, land: Callable[[int], None], count: int, line: int) -> None:
-        """Put a copy of `count` bytes on its way; `land` brings them, as those that the agent wrote at a clock."""
+        """Start a copy of `count` bytes. `land` delivers them, as a write by the agent at the clock it is given."""
 
         def come() -> None:
             clock = self.clocks.tick(found.cta, found.agent)
@@ -207,9 +208,10 @@ class Mbarriers:
         counted: bool,
         line: int,
     ) -> None:
-        """Let each of `lanes` arrive when `land` has brought what it waits for; more are expected if not `counted`.
+        """Let each of `lanes` arrive once `land` has delivered its copies.
 
-        Those that a phase does without arrive in the next one, after it.
+        If not `counted`, the phase expects these arrivals in addition. Lanes that the phase no longer needs arrive in
+        the next phase.
         """
         found.pending += 0 if counted else len(lanes)
 
@@ -222,11 +224,11 @@ class Mbarriers:
             if (rest := lanes[len(first) :]).size:
                 found.flight.insert(0, (lambda: come(rest), None))
 
-        found.flight.append((come, None))  # who made the copies tells of those that nobody waits for
+        found.flight.append((come, None))  # no line: the queue of the copies reports those that nobody waits for
 
     @staticmethod
     def _land(found: Mbarrier, enough: Callable[[], bool]) -> None:
-        """Let copies arrive until it is enough."""
+        """Land copies, the oldest first, until there are enough."""
         while found.flight and not enough():
             found.flight.pop(0)[0]()
 
@@ -248,7 +250,7 @@ class Mbarriers:
                     self.clocks.learn(np.unique(self.lanes.warp[these]), found.done)
 
     def open(self) -> str:
-        """What mbarriers lack, for whoever waits for them in vain."""
+        """What mbarriers lack, for the message of a deadlock."""
         lacking = [
             f"{one} of CTA {self.lanes.number[one.cta * self.lanes.threads]} lacks {one.pending} arrivals and "
             f"{one.bytes} bytes"
@@ -258,7 +260,7 @@ class Mbarriers:
         return "; ".join(lacking[:4])
 
     def end(self) -> None:
-        """The kernel is over."""
+        """Report the copies that nobody waited for when the kernel ends."""
         for found in self.objects.values():
             for line in (line for _, line in found.flight if line is not None):
                 text = "the kernel ends before this copy was waited for"

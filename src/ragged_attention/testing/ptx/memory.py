@@ -1,13 +1,13 @@
-"""Global memory: named buffers with gaps between them, and who touched each byte.
+"""Global memory: named buffers with gaps between them, and a record of who touched each byte.
 
-Reported are reads of bytes that nobody wrote, and what two CTAs do to one place without an order: different values
-written, one's read of what the other wrote, or a plain access to what the other changes by atomic operations. Locks and
-flags that are atomic operations which release and acquire are understood (`ordering`), others not: their reads are
-reported. Accesses outside the buffers or not aligned to their size end the run. Not watched: threads of one CTA racing
-in global memory.
+Reads of bytes that nobody wrote are reported. So are unordered accesses of two CTAs to one place: writes of different
+values, a read of what the other wrote, or a plain access to what the other changes by atomic operations. Locks and
+flags are understood if their atomic operations release and acquire (`ordering`); reads of other flags are reported.
+Accesses outside the buffers, or not aligned to their size, end the run. Races between threads of one CTA in global
+memory are not detected, except different values that one instruction writes to one place.
 
-A launch may begin before the one before it has ended. Then a thread that touches what that one wrote, or writes what
-that one read, must have waited for it: `griddepcontrol.wait` counts for the thread that executes it alone.
+A launch may begin before the previous launch has ended. Then a thread that touches what the previous launch wrote, or
+writes what it read, must have waited for it: `griddepcontrol.wait` counts only for the thread that executes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,11 +22,11 @@ from ragged_attention.testing.ptx.errors import Hazard, Misaligned, OutOfBounds,
 from ragged_attention.testing.ptx.lanes import Indices, Lanes, Mask
 from ragged_attention.testing.ptx.ordering import Order, Shadow
 
-SAME = 2.0**-16  # how far apart, relatively, two roundings of one sum may be: 128 units in the last place of a float32
+SAME = 2.0**-16  # the largest relative difference of two roundings of one sum: 128 units in the last place of float32
 
 
 class Memory:
-    """The buffers of one launch: `add` each, `seal`, launch, and bring results `back`."""
+    """The buffers of one launch: `add` each, `seal`, launch, and copy the results `back`."""
 
     START = 0x7F00_0000_0000
     GAP = 4096
@@ -39,7 +39,7 @@ class Memory:
     def add(self, data: NDArray[np.uint8], name: str, allowed: Any = None, ready: Any = None) -> int:
         """Map bytes [n] and return their address.
 
-        `allowed` and `ready` are bools [n]: which bytes may be touched, and which hold something; None: all of them.
+        `allowed` and `ready` are bools [n]: which bytes may be touched, and which hold data. None means all of them.
         """
         place = self.size
         self.buffers.append((name, place, data, allowed, ready))
@@ -47,23 +47,23 @@ class Memory:
         return self.START + place
 
     def add_variables(self, variables: Mapping[str, bytes]) -> None:
-        """Map a kernel's arrays of constants; where they are is in `variables`."""
+        """Map a kernel's arrays of constants, and record their addresses in `variables`."""
         for name, data in variables.items():
             self.variables[name] = self.add(np.frombuffer(bytearray(data), np.uint8), name)
 
     def seal(self, *, overlapping: bool = False) -> None:
-        """Copy the buffers' bytes to where kernels see them.
+        """Copy the buffers' bytes to the memory that kernels see.
 
-        `overlapping`: for a launch that may begin before the last one has ended, which the buffers are as left by.
+        `overlapping`: the launch may begin before the previous one, whose results the buffers hold, has ended.
         """
-        self.unfinished: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None  # what that one wrote, and touched
+        self.unfinished: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None  # the last one wrote, touched
         if overlapping:
             written = (self.writer.cta != 0) | (self.changer.cta != 0)
             self.unfinished = written, written | (self.reader.cta != 0)
         self.bytes = np.full(self.size, 0xFF, np.uint8)
         allowed = np.zeros(self.size, bool)
         self.ready = np.zeros(self.size, bool)
-        self.reader, self.writer, self.changer = (Shadow(self.size) for _ in range(3))  # the latter's is atomic
+        self.reader, self.writer, self.changer = (Shadow(self.size) for _ in range(3))  # changer: by atomic operations
         self.released: dict[int, Abroad] | None = None
         for _, place, data, may, holds in self.buffers:
             span = slice(place, place + data.size)
@@ -73,13 +73,13 @@ class Memory:
         self.allowed_before = np.concatenate([[0], np.cumsum(allowed)])  # how many bytes below each are allowed
 
     def count_order(self) -> None:
-        """The kernel has CTAs that order each other's accesses."""
+        """Track the order between CTAs; called for kernels that release or acquire."""
         self.released = {}
         for shadow in (self.reader, self.writer, self.changer):
             shadow.count_order()
 
     def back(self) -> None:
-        """Copy what kernels wrote to the buffers, and which bytes hold something by now."""
+        """Copy what kernels wrote to the buffers, and record which bytes hold data now."""
         for _, place, data, _, ready in self.buffers:
             found = self.bytes[place : place + data.size]
             if not np.array_equal(data, found):  # memory that was only read may be read-only
@@ -88,7 +88,7 @@ class Memory:
                 ready[:] = self.ready[place : place + data.size]
 
     def name_of(self, index: int) -> str:
-        """The buffer that a place lies in or is nearest to, and where in it."""
+        """A description of a place: the buffer that it lies in or is nearest to, and its offset there."""
 
         def distance(buffer: tuple[str, int, NDArray[np.uint8], Any, Any]) -> int:
             return max(buffer[1] - index, index - buffer[1] - buffer[2].size + 1, 0)
@@ -100,21 +100,21 @@ class Memory:
 
 
 class GlobalAccess:
-    """What some CTAs do to global memory."""
+    """The accesses of some CTAs to global memory."""
 
     def __init__(self, memory: Memory, lanes: Lanes, clocks: Clocks) -> None:
         self.memory, self.lanes = memory, lanes
         self.order = Order(lanes, clocks, memory.released)
-        self.found: dict[int, tuple[Any, Any]] = {}  # by line: what each lane found there, and whether it ever did
-        self.early = np.full(lanes.count, memory.unfinished is not None)  # which did not wait for the launch before
+        self.polled: dict[int, tuple[Any, Any]] = {}  # by line: what each lane last found there, and whether it did
+        self.early = np.full(lanes.count, memory.unfinished is not None)  # has not waited for the previous launch
 
     def place(self, lanes: Indices, address: Any, offset: int, size: int, line: int, what: str) -> Indices:
-        """Where [lanes] accesses of `size` bytes begin in memory, which must be allowed and aligned."""
-        given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
-        return self.reach(lanes, given + offset, size, line, what)
+        """The indices [lanes] at which accesses of `size` bytes begin; the accesses must be allowed and aligned."""
+        base = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
+        return self.reach(lanes, base + offset, size, line, what)
 
     def reach(self, lanes: Indices, address: Indices, size: int, line: int, what: str) -> Indices:
-        """The same, by addresses [lanes]."""
+        """As `place`, for whole addresses [lanes]."""
         index = address - Memory.START
         inside = (index >= 0) & (index + size <= self.memory.size)
         safe = np.where(inside, index, 0)
@@ -140,7 +140,7 @@ class GlobalAccess:
         text: str,
         kind: type[Hazard] = Race,
     ) -> None:
-        """Report the first of some lanes' accesses [lanes, size] that has bad bytes."""
+        """Report the first lane that accesses bad bytes; `bad` is [lanes, size]."""
         if bad.any():
             row = int(np.flatnonzero(bad.any(1))[0])
             where = self.memory.name_of(int(rows[row]) * size + int(bad[row].argmax()))
@@ -158,7 +158,7 @@ class GlobalAccess:
             self._say(line, lanes, rows, size, bad, f"{how}, and did not wait for it")
 
     def read(self, lanes: Indices, index: Indices, size: int, line: int) -> NDArray[np.uint8]:
-        """Bytes [lanes, size] at `index`."""
+        """The bytes [lanes, size] at `index`."""
         rows = index // size
         self._expect_waited(lanes, rows, size, line, writes=False)
         self._say(
@@ -177,7 +177,7 @@ class GlobalAccess:
         return self.memory.bytes.reshape(-1, size)[rows]
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
-        """ld.global: each register gets an element of `dtype`, one behind the other."""
+        """ld.global: the registers get consecutive elements of `dtype`."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
@@ -200,7 +200,7 @@ class GlobalAccess:
         self.load(registers, address, offset, dtype, mask, line)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
-        """st.global: elements of `size` bytes, one behind the other."""
+        """st.global: consecutive elements of `size` bytes."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
@@ -208,7 +208,7 @@ class GlobalAccess:
         self.write(lanes, self.place(lanes, address, offset, data.shape[1], line, "write"), data, line)
 
     def write(self, lanes: Indices, index: Indices, data: NDArray[np.uint8], line: int) -> None:
-        """Bytes [lanes, n] to where `index` says."""
+        """Write bytes [lanes, n] at `index`."""
         size, order = data.shape[1], self.order
         rows, table = index // size, self.memory.bytes.reshape(-1, size)
         self._expect_waited(lanes, rows, size, line, writes=True)
@@ -239,8 +239,8 @@ class GlobalAccess:
     ) -> None:
         """atom.global and red.global: `values` has the operands (two for cas), each with a vector's elements.
 
-        `results` are registers for what was there before, None or missing where nobody asks; `orders`: whether it
-        acquires and releases. Lanes take turns in their order, element by element.
+        `results` are registers for the old values; they are None or missing if the values are not wanted. `orders` is
+        whether it acquires, and whether it releases. For each element, lanes go one after another, in their order.
         """
         lanes = self.lanes.active(mask)
         if not lanes.size:
@@ -270,7 +270,7 @@ class GlobalAccess:
         line: int,
         reads: bool = True,
     ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-        """An atomic operation of each lane at its index: the bits that each found, and which changed any."""
+        """Do an atomic operation of each lane at its index. Returns the old bits, and which lanes changed them."""
         rows, looks = index // size, operation == LOOK
         verb = "reads" if looks else "changes"
         self._expect_waited(lanes, rows, size, line, writes=not looks)
@@ -289,12 +289,12 @@ class GlobalAccess:
         return found, changed
 
     def fence(self, mask: Mask) -> None:
-        """A fence that other CTAs see."""
+        """A fence that orders accesses of other CTAs too."""
         self.order.fence(self.lanes.active(mask))
 
     def _poll(self, lanes: Indices, found: NDArray[Any], changed: NDArray[np.bool_], line: int) -> None:
-        """Lanes that found once more what they had found at this line, and changed nothing, may wait for another."""
-        before, known = self.found.setdefault(
+        """Mark lanes that found the same as last time at this line, and changed nothing: they may be waiting."""
+        before, known = self.polled.setdefault(
             line, (np.zeros(self.lanes.count, np.uint64), np.zeros(self.lanes.count, bool))
         )
         self.lanes.waits(lanes, known[lanes] & (before[lanes] == found) & ~changed, sure=False)
@@ -304,15 +304,18 @@ class GlobalAccess:
 def in_turn(
     memory: NDArray[np.uint8], rows: Indices, operation: str, kind: str, size: int, operands: Sequence[Any]
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Change elements of `size` bytes, of each row one after another: the bits that each found, whether it changed."""
+    """Do atomic operations on elements of `size` bytes, those of one row one after another.
+
+    Returns the bits that each operation found, and whether it changed them.
+    """
     letter, function = {"s": "i", "f": "f"}.get(kind, "u"), ATOMIC[operation]
     table, found = memory.view(f"{letter}{size}"), np.zeros(len(rows), f"{letter}{size}")
     changed = np.zeros(len(rows), bool)
     order = np.argsort(rows, kind="stable")
     begins = np.concatenate([[True], rows[order][1:] != rows[order][:-1]])
-    turn = np.arange(len(rows)) - np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
-    for number in range(int(turn.max()) + 1):
-        now = order[turn == number]
+    position = np.arange(len(rows)) - np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
+    for number in range(int(position.max()) + 1):
+        now = order[position == number]
         found[now] = table[rows[now]]
         new = function(kind, found[now], *(operand[now] for operand in operands))
         changed[now] = new != found[now]
@@ -321,7 +324,7 @@ def in_turn(
 
 
 def kind_of_loss(kept: NDArray[np.uint8], data: NDArray[np.uint8]) -> type[Race]:
-    """The kind of race by which the bytes [lanes, n] that lanes wrote at once are not those that are there now."""
+    """The kind of race if lanes wrote the bytes `data` [lanes, n] at once, and the bytes `kept` remained."""
     if data.shape[1] % 4:
         return Race
     wrong = (kept.view("u4") != data.view("u4")).ravel()
@@ -333,7 +336,7 @@ def kind_of_loss(kept: NDArray[np.uint8], data: NDArray[np.uint8]) -> type[Race]
 
 
 def deal(elements: NDArray[Any], registers: Sequence[Any], lanes: Indices) -> None:
-    """Give registers the elements [lanes, n] that lanes loaded; one that is None wants none."""
+    """Write the elements [lanes, n] that lanes loaded to registers, except to those that are None."""
     for number, register in enumerate(registers):
         if register is not None:
             register[lanes] = elements[:, number]
@@ -345,7 +348,7 @@ def columns(values: Sequence[Any], every: Lanes, lanes: Indices) -> NDArray[np.u
 
 
 def _add(kind: str, old: Any, new: Any) -> Any:
-    """Sums; of float32 with subnormals flushed, as global memory does."""
+    """A sum. For float32, subnormals are flushed, as atomic operations on global memory do."""
     if kind in ("f16", "bf16"):
         return numbers.on_halves(np.add, kind, old, new)
     if kind == "f" and old.dtype == np.float32:
@@ -353,7 +356,7 @@ def _add(kind: str, old: Any, new: Any) -> Any:
     return old + new
 
 
-LOOK = "look"  # a load that may meet atomic operations
+LOOK = "look"  # a load that may run at the same time as atomic operations
 ATOMIC: dict[str, Any] = {
     LOOK: lambda kind, old: old,
     "add": _add,

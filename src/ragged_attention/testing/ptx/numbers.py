@@ -1,8 +1,8 @@
-"""Arithmetic of PTX on NumPy arrays, by the PTX ISA's words: number formats, rounding, and bits.
+"""PTX arithmetic on NumPy arrays, as the PTX ISA defines it: number formats, rounding, and bits.
 
-Registers hold bits, so a 16-bit or 8-bit float is a uint16 or uint8 here. Rounding is to nearest, ties to even. NaNs
-that are made have whatever bits NumPy gives them, but for 16-bit and 8-bit floats, where they are the ISA's canonical
-ones. The approximate functions (`ex2.approx` and such) are NumPy's, which err less than the ISA allows.
+Registers hold bits, so a 16-bit or 8-bit float is a uint16 or uint8 here. Rounding is to nearest, ties to even. A NaN
+result has whatever bits NumPy gives it, except in 16-bit and 8-bit formats, where it is the ISA's canonical NaN. The
+approximate functions (`ex2.approx` etc.) are NumPy's, whose errors are smaller than the ISA allows.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Bits = NDArray[Any]  # of an unsigned dtype
+Bits = NDArray[Any]  # unsigned integers
 Floats = NDArray[Any]  # float32 or float64
-WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}  # floats to integers, by PTX's modes
-TINY = np.float32(2.0**-126)  # the smallest float32 that is not subnormal
-# Of the bits of a float64: those that a float32 lacks, which of these is half of its last one, all but the sign, and
-# what the least float32 that is not subnormal has, twice.
+WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}  # rounds floats to integers, by PTX mode
+TINY = np.float32(2.0**-126)  # the smallest normal float32
+# Masks for the bits of a float64. BELOW: the 29 bits that a float32 lacks. HALF_WAY: half of a float32's last bit.
+# SIZE: all bits except the sign. SMALL: the bits of twice the smallest normal float32.
 BELOW, HALF_WAY, SIZE = np.uint64((1 << 29) - 1), np.uint64(1 << 28), np.uint64((1 << 63) - 1)
 ONE, SMALL = np.uint64(1), np.float64(2.0**-125).view(np.uint64)
 
@@ -34,14 +34,14 @@ def flush(x: Any) -> Floats:
 
 
 def saturate(x: Any) -> Floats:
-    """`.sat` of floats: into [0, 1]; NaN becomes 0."""
+    """`.sat` of floats: clamped to [0, 1]; NaN becomes 0."""
     return np.clip(np.nan_to_num(x, nan=0.0), 0, 1).astype(np.asarray(x).dtype)
 
 
 def round_to_odd(x: Any) -> Floats:
-    """float64 -> float32: what is not exact gets the neighbour whose last bit is 1.
+    """float64 -> float32, rounded to odd: an inexact value becomes the neighbour whose last bit is 1.
 
-    Rounding the result once more, to a format of at most 22 bits, gives what rounding `x` at once would have given.
+    Rounding the result again, to a format of at most 22 bits, gives the same as rounding `x` directly.
     """
     x = np.asarray(x, np.float64)
     near = x.astype(np.float32)
@@ -52,7 +52,7 @@ def round_to_odd(x: Any) -> Floats:
 
 
 def odd_sum(a: Any, b: Any) -> NDArray[np.float64]:
-    """a + b in float64, rounded to odd, so that one more rounding to float32 or less is as if it were the only one."""
+    """a + b in float64, rounded to odd: rounding it again, to float32 or narrower, gives the correctly rounded sum."""
     a, b = np.broadcast_arrays(np.asarray(a, np.float64), np.asarray(b, np.float64))
     total = np.atleast_1d(a + b)
     back = total - a  # Knuth's two-sum: `error` is exactly what rounding lost
@@ -71,22 +71,22 @@ def toward_zero(x: Any) -> NDArray[np.float32]:
 
 
 def step_back(near: NDArray[Any], values: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
-    """`x` rounded towards zero, from the nearest floats to it: their bits or themselves, and their `values`."""
+    """`x` rounded towards zero, from the nearest floats: `near` has them or their bits, `values` their values."""
     bits = near.view(f"u{near.dtype.itemsize}")
     return (bits - (np.abs(values) > np.abs(x)).astype(bits.dtype)).view(near.dtype)
 
 
 def fma32(a: Any, b: Any, c: Any) -> NDArray[np.float32]:
-    """a * b + c of float32, rounded once: the product of two float32 is exact in float64.
+    """a * b + c of float32, rounded once. The product of two float32 is exact in float64.
 
-    That the sum is rounded to float64 before matters where it seems to lie half-way between two float32, which of those
-    that are not subnormal the lower bits tell.
+    The sum is first rounded to float64. This matters only if it then seems to lie half-way between two float32. For
+    normal float32 the lower bits show that. Sums that are below 2**-125 are always computed again.
     """
     product, c = np.broadcast_arrays(np.float64(a) * np.float64(b), np.float64(c))
     shape, product, c = product.shape, np.atleast_1d(product), np.atleast_1d(c)
     total = product + c
     result, bits = total.astype(np.float32), total.view(np.uint64)
-    small = ((bits & SIZE) - ONE) < SMALL  # but not zero, of which one less is the largest number
+    small = ((bits & SIZE) - ONE) < SMALL  # not zero: subtracting 1 from it gives the largest number
     doubtful = ((bits & BELOW) == HALF_WAY) | small
     if doubtful.any():
         result[doubtful] = odd_sum(product[doubtful], c[doubtful]).astype(np.float32)
@@ -106,7 +106,7 @@ def _fma64() -> Any:
 
 
 def fma_wide(a: Any, b: Any, c: Any) -> NDArray[np.float64]:
-    """a * b + c of 16-bit floats given in float64, ready to be rounded to them."""
+    """a * b + c of 16-bit floats that are given as float64, rounded to odd; the caller rounds it to 16 bits."""
     return odd_sum(a * b, c)
 
 
@@ -126,7 +126,7 @@ def bf16_value(bits: Any) -> NDArray[np.float32]:
 
 
 def f16_bits(x: Any) -> NDArray[np.uint16]:
-    """float32 or float64 -> float16; infinity beyond the largest."""
+    """float32 or float64 -> float16; values that are too large become infinity."""
     x = np.atleast_1d(x)
     return np.where(np.isnan(x), np.uint16(0x7FFF), x.astype(np.float16).view(np.uint16))
 
@@ -145,7 +145,7 @@ def bf16_bits_down(x: Any) -> NDArray[np.uint16]:
 
 
 def f16_bits_down(x: Any) -> NDArray[np.uint16]:
-    """float32 -> float16, towards zero: the largest finite number beyond it, except for infinity."""
+    """float32 -> float16, towards zero; finite values that are too large become the largest finite float16."""
     x = np.atleast_1d(x)
     near = x.astype(np.float16)
     return np.where(np.isnan(x), np.uint16(0x7FFF), step_back(near, near, x).view(np.uint16))
@@ -155,19 +155,19 @@ BITS = {"bf16": bf16_bits, "f16": f16_bits, "bf16_down": bf16_bits_down, "f16_do
 
 
 def pack(high: Any, low: Any, kind: str) -> NDArray[np.uint32]:
-    """Two floats as two 16-bit floats of a kind in a word."""
+    """Two floats, rounded to 16 bits and packed into a word; `kind` is a key of `BITS`."""
     return BITS[kind](low).astype(np.uint32) | (BITS[kind](high).astype(np.uint32) << np.uint32(16))
 
 
 def on_halves(function: Any, kind: str, *words: Any) -> Bits:
-    """A function of floats on 16-bit floats, one (uint16) or two (uint32) in each element."""
+    """A function of floats, applied to 16-bit floats, of which each element holds one (uint16) or two (uint32)."""
     arrays = np.broadcast_arrays(*map(np.atleast_1d, words))
     parts = [VALUES[kind](np.ascontiguousarray(a).view(np.uint16)).astype(np.float64) for a in arrays]
     return BITS[kind](function(*parts)).view(arrays[0].dtype)
 
 
 def flush_halves(x: Any, kind: str) -> Floats:
-    """What would be subnormal as a 16-bit float -> zero of the same sign."""
+    """Values that would be subnormal as 16-bit floats -> zero of the same sign."""
     return np.where(np.abs(x) < {"bf16": 2.0**-126, "f16": 2.0**-14}[kind], np.copysign(0.0, x), x)
 
 
@@ -182,7 +182,7 @@ def absolute_halves(word: Any) -> Bits:
 
 
 def tf32_value(bits: Any) -> NDArray[np.float32]:
-    """What a tensor core takes of a word: the upper 19 bits."""
+    """The number that a tensor core reads from a word: its upper 19 bits."""
     return (np.asarray(bits) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
@@ -198,7 +198,7 @@ def tf32_bits(x: Any, ties: str) -> NDArray[np.uint32]:
 
 
 def fp8_values(mantissa: int, bias: int, special: Mapping[int, float]) -> NDArray[np.float32]:
-    """The value of each of the 256 codes; `special` has those that are no finite number, without their sign."""
+    """The values of the 256 codes of an 8-bit float; `special` has the positive codes that are not finite numbers."""
     code = np.arange(128)
     exponent = code >> mantissa
     fraction = (code & ((1 << mantissa) - 1)) / (1 << mantissa)
@@ -220,7 +220,7 @@ def fp8_to_f16(word: Any, kind: str) -> NDArray[np.uint32]:
 
 
 def fp8_pair(high: Any, low: Any, kind: str) -> NDArray[np.uint16]:
-    """Two floats -> two 8-bit floats, `.satfinite`: the largest finite one beyond it, NaN as the canonical 0x7F."""
+    """Two floats -> two 8-bit floats, `.satfinite`: clamped to the finite range; NaN becomes the canonical 0x7F."""
     table = FP8[kind][: 127 if kind == "e4m3" else 124].astype(np.float64)
     codes = []
     for x in (np.atleast_1d(low), np.atleast_1d(high)):
@@ -233,13 +233,13 @@ def fp8_pair(high: Any, low: Any, kind: str) -> NDArray[np.uint16]:
     return codes[0] | (codes[1] << np.uint16(8))
 
 
-# ---- what matrix instructions add up
+# ---- accumulators of matrix instructions
 
-SUMS = {"f32": "f4", "f16": "f2", "s32": "i4"}  # the dtypes of sums
+SUMS = {"f32": "f4", "f16": "f2", "s32": "i4"}  # the dtypes of accumulators
 
 
 def unpack_sums(words: NDArray[np.uint32], kind: str) -> NDArray[Any]:
-    """Registers [n, lanes] as values, one or two from each: float32 or int32 [values, lanes]."""
+    """The accumulators in registers [n, lanes], one or two in each: float32 or int32 [values, lanes]."""
     if kind != "f16":
         return words.view(SUMS[kind])
     pairs = f16_value(np.ascontiguousarray(words)[..., None].view(np.uint16))
@@ -247,14 +247,14 @@ def unpack_sums(words: NDArray[np.uint32], kind: str) -> NDArray[Any]:
 
 
 def pack_sums(values: NDArray[Any], kind: str) -> NDArray[np.uint32]:
-    """The opposite."""
+    """Accumulators [values, lanes] as registers [n, lanes]: the inverse of `unpack_sums`."""
     if kind != "f16":
         return np.ascontiguousarray(values, SUMS[kind]).view(np.uint32)
     return pack(values[1::2], values[0::2], "f16")
 
 
 def add_sums(before: NDArray[Any], product: NDArray[Any], kind: str, limited: bool) -> NDArray[Any]:
-    """Sums of a kind; those of integers wrap or, `limited`, stop at the ends of their range."""
+    """Accumulators plus a product. Integers wrap or, if `limited`, are clamped to their range."""
     if kind == "f32":
         return before + product
     if kind == "f16":
@@ -263,7 +263,7 @@ def add_sums(before: NDArray[Any], product: NDArray[Any], kind: str, limited: bo
     return (np.clip(total, -(2**31), 2**31 - 1) if limited else total).astype(np.int32)
 
 
-# ---- smaller and larger, comparison
+# ---- minimum, maximum and comparison
 
 
 def either_nan(a: Any, b: Any) -> NDArray[np.bool_]:
@@ -271,32 +271,32 @@ def either_nan(a: Any, b: Any) -> NDArray[np.bool_]:
 
 
 def signed_by_both(x: Any, a: Any, b: Any) -> Floats:
-    """A float without a sign, with the sign of a product of `a` and `b`: `.xorsign`."""
+    """The magnitude `x` with the sign of the product of `a` and `b`: `.xorsign`."""
     return np.where(np.signbit(a) != np.signbit(b), -x, x)
 
 
 def minimum(a: Any, b: Any) -> Floats:
-    """`min` of floats: of a number and a NaN the number, and -0 is less than +0."""
+    """`min` of floats: a number and a NaN give the number, and -0 is less than +0."""
     return np.where((a == 0) & (b == 0), np.where(np.signbit(a), a, b), np.fmin(a, b))
 
 
 def maximum(a: Any, b: Any) -> Floats:
-    """`max` of floats: of a number and a NaN the number, and +0 is more than -0."""
+    """`max` of floats: a number and a NaN give the number, and +0 is greater than -0."""
     return np.where((a == 0) & (b == 0), np.where(np.signbit(a), b, a), np.fmax(a, b))
 
 
 def minimum_nan(a: Any, b: Any) -> Floats:
-    """`min.NaN`: as `minimum`, but NaN if either is."""
+    """`min.NaN`: as `minimum`, but NaN if either operand is NaN."""
     return np.where(either_nan(a, b), np.asarray(a).dtype.type(np.nan), minimum(a, b))
 
 
 def maximum_nan(a: Any, b: Any) -> Floats:
-    """`max.NaN`: as `maximum`, but NaN if either is."""
+    """`max.NaN`: as `maximum`, but NaN if either operand is NaN."""
     return np.where(either_nan(a, b), np.asarray(a).dtype.type(np.nan), maximum(a, b))
 
 
 def relu(x: Any) -> Any:
-    """`.relu`: what is below 0 becomes 0; NaN stays."""
+    """`.relu`: numbers below 0 become 0; NaN stays."""
     return np.where(np.asarray(x) < 0, np.asarray(x).dtype.type(0), x)
 
 
@@ -304,23 +304,23 @@ def relu(x: Any) -> Any:
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """Division of integers towards zero; by zero all bits are set (the ISA leaves the value open)."""
+    """Integer division towards zero. A division by zero gives all ones; the ISA leaves the value open."""
     a, b = np.asarray(a), np.asarray(b)
-    nothing = b == 0
-    divisor = np.where(nothing, b.dtype.type(1), b)
+    by_zero = b == 0
+    divisor = np.where(by_zero, b.dtype.type(1), b)
     down = np.floor_divide(a, divisor)
     inexact = (down * divisor != a) & ((a < 0) != (divisor < 0))
-    return np.where(nothing, ~np.zeros_like(a), down + inexact).astype(a.dtype)
+    return np.where(by_zero, ~np.zeros_like(a), down + inexact).astype(a.dtype)
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """What the division towards zero leaves; of a division by zero, the dividend."""
+    """The remainder of the division towards zero; for a divisor of zero, the dividend."""
     a, b = np.asarray(a), np.asarray(b)
     return np.where(b == 0, a, a - quotient(a, b) * b).astype(a.dtype)
 
 
 def carry(a: Any, b: Any, more: Any) -> tuple[Any, Any]:
-    """(a + b, whether it is too large) of unsigned integers, and with 1 added where `more` is, if given."""
+    """(a + b, whether it overflows) of unsigned integers; if `more` is not None, 1 is added where it is set."""
     total = np.add(a, b)
     over = total < a
     if more is None:
@@ -330,7 +330,7 @@ def carry(a: Any, b: Any, more: Any) -> tuple[Any, Any]:
 
 
 def borrow(a: Any, b: Any, more: Any) -> tuple[Any, Any]:
-    """(a - b, whether it is below 0) of unsigned integers, and with 1 subtracted where `more` is, if given."""
+    """(a - b, whether it is below 0) of unsigned integers; if `more` is not None, 1 is subtracted where it is set."""
     total = np.subtract(a, b)
     under = np.less(a, b)
     if more is None:
@@ -340,7 +340,7 @@ def borrow(a: Any, b: Any, more: Any) -> tuple[Any, Any]:
 
 
 def saturated(function: Any, a: Any, b: Any) -> Any:
-    """A sum or difference of int32 that stops at the ends of its range."""
+    """A sum or difference of int32, clamped to the range of int32."""
     return np.clip(function(np.int64(a), np.int64(b)), -(2**31), 2**31 - 1).astype(np.int32)
 
 
@@ -363,7 +363,7 @@ def high_half(a: Any, b: Any, signed: bool) -> Any:
 def to_integer(x: Any, mode: str, dtype: str) -> Any:
     """Floats -> integers of `dtype`, rounded by "rzi", "rni", "rmi" or "rpi"; saturates.
 
-    NaN is 0, but for 64-bit integers and from float64, where only the highest bit is set.
+    NaN becomes 0. In 64-bit integers, and from float64, it becomes the value with only the highest bit set.
     """
     x = np.atleast_1d(x)
     whole = WHOLE[mode](x.astype(np.float64))
@@ -377,14 +377,14 @@ def to_integer(x: Any, mode: str, dtype: str) -> Any:
 
 
 def clip_integer(x: Any, dtype: str) -> Any:
-    """`cvt.sat` of integers: into the range of `dtype`."""
+    """`cvt.sat` of integers: clamped to the range of `dtype`."""
     x, info = np.asarray(x), np.iinfo(dtype)
-    own = np.iinfo(x.dtype)
-    return np.clip(x, max(info.min, own.min), min(info.max, own.max)).astype(dtype)
+    source = np.iinfo(x.dtype)
+    return np.clip(x, max(info.min, source.min), min(info.max, source.max)).astype(dtype)
 
 
 def on_pairs(function: Any, dtype: str, a: Any, b: Any) -> NDArray[np.uint32]:
-    """A function of 16-bit integers, of which each word holds two."""
+    """A function of 16-bit integers, applied to words that hold two each."""
     a, b = (np.ascontiguousarray(x).view(dtype) for x in np.broadcast_arrays(np.atleast_1d(a), np.atleast_1d(b)))
     return function(a, b).view(np.uint32)
 
@@ -393,20 +393,20 @@ def on_pairs(function: Any, dtype: str, a: Any, b: Any) -> NDArray[np.uint32]:
 
 
 def shift_left(a: Any, by: Any) -> Any:
-    """`shl`: all of the amount counts, and 0 comes in."""
+    """`shl`: shifts in zeros. The amount is not taken modulo the width."""
     a = np.asarray(a)
     return np.left_shift(a, np.minimum(by, 8 * a.dtype.itemsize).astype(a.dtype))
 
 
 def shift_right(a: Any, by: Any) -> Any:
-    """`shr`: all of the amount counts; 0 comes in, or the sign if `a` is signed."""
+    """`shr`: shifts in zeros, or the sign if `a` is signed. The amount is not taken modulo the width."""
     a = np.asarray(a)
     bits = 8 * a.dtype.itemsize
     return np.right_shift(a, np.minimum(by, bits - 1 if a.dtype.kind == "i" else bits).astype(a.dtype))
 
 
 def funnel(low: Any, high: Any, by: Any, left: bool, wrap: bool) -> NDArray[np.uint32]:
-    """`shf`: 32 bits of high:low, shifted; the amount counts modulo 32 or up to 32."""
+    """`shf`: 32 bits of high:low, shifted. The amount is taken modulo 32 (`wrap`) or is at most 32."""
     amount = (np.asarray(by) & np.uint32(31) if wrap else np.minimum(by, 32)).astype(np.uint64)
     both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low)
     shifted = (both << amount) >> np.uint64(32) if left else both >> amount
@@ -414,12 +414,12 @@ def funnel(low: Any, high: Any, by: Any, left: bool, wrap: bool) -> NDArray[np.u
 
 
 def _ones(count: Any, dtype: np.dtype[Any]) -> Bits:
-    """Words whose lowest `count` bits are set; all of them from the width on."""
+    """Words whose lowest `count` bits are set; all bits if `count` is at least the width."""
     return ~np.left_shift(~np.zeros((), dtype), np.minimum(count, 8 * dtype.itemsize).astype(dtype))
 
 
 def bfe(a: Any, position: Any, length: Any, signed: bool) -> Bits:
-    """`bfe`: a field of unsigned `a`; what lies beyond it is 0, or the sign: the field's or the word's last bit."""
+    """`bfe`: a bit field of unsigned `a`, extended by zeros or by its sign, the last bit of the field or word."""
     a = np.asarray(a)
     width, one = 8 * a.dtype.itemsize, a.dtype.type(1)
     position, length = np.asarray(position) & np.uint32(255), np.asarray(length) & np.uint32(255)
@@ -450,7 +450,7 @@ def lop3(a: Any, b: Any, c: Any, table: int) -> Bits:
     return result
 
 
-# The selectors that the modes of `prmt` stand for, by the two lowest bits of theirs.
+# The selector that each mode of `prmt` stands for, by the two lowest bits of its selector operand.
 PRMT_MODES = {
     "f4e": (0x3210, 0x4321, 0x5432, 0x6543),
     "b4e": (0x5670, 0x6701, 0x7012, 0x0123),
@@ -462,7 +462,7 @@ PRMT_MODES = {
 
 
 def prmt(a: Any, b: Any, selector: Any, mode: str | None) -> NDArray[np.uint32]:
-    """`prmt`: four bytes of b:a; without a mode, bit 3 of a byte's selector asks for its sign in all bits."""
+    """`prmt`: four bytes of b:a; without a mode, bit 3 of a byte's selector fills the byte with its sign."""
     a, b, selector = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (a, b, selector)))
     if mode:
         selector = np.array(PRMT_MODES[mode], np.uint64)[selector & np.uint64(3)]

@@ -1,8 +1,8 @@
-"""What an instruction says, as Python: operands become expressions, modifiers are taken off one by one.
+"""The parts of an instruction in Python: operands become expressions, and modifiers are removed one by one.
 
-A register is an array of unsigned integers (of bools for predicates) with one element a lane, seen as signed or as
-floats through views; a constant is a NumPy scalar. `Names` collects what the expressions need; the machine makes it.
-What remains of an opcode when its translation is done was not understood, and is refused.
+A register is an array of unsigned integers (of bools for predicates) with one element per lane. Views show it as signed
+integers or floats. A constant is a NumPy scalar. `Names` collects the names that the expressions use, and the machine
+creates their values. If modifiers remain when its translation is done, the instruction is refused.
 """
 
 import functools
@@ -15,21 +15,24 @@ import numpy as np
 from ragged_attention.testing.ptx.errors import Unknown
 from ragged_attention.testing.ptx.parsing import Instruction, Kernel
 
-SHARED_BASE = 1024  # the first bytes belong to the system, as on Hopper
-PARAM_BASE = 0x400  # where a kernel's parameters begin in their own space
-PARAM_WINDOW = 0x7E00_0000_0000  # where that space lies among generic addresses
-LOCAL_WINDOW = 0x7D00_0000_0000  # where a thread's own memory lies among them
+SHARED_BASE = 1024  # shared memory begins here: the first bytes belong to the system, as on Hopper
+PARAM_BASE = 0x400  # where a kernel's parameters begin in the parameter space
+PARAM_WINDOW = 0x7E00_0000_0000  # where the parameter space lies among generic addresses
+LOCAL_WINDOW = 0x7D00_0000_0000  # where local memory lies among generic addresses
 SPECIALS = {
     *(f"%{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"),
     *("%laneid", "%warpid"),
 }
-LOCAL_BASE = 64  # where a thread's own memory begins
+LOCAL_BASE = 64  # where local memory begins in the local space
 PARAMETER = re.compile(r"\[\s*([\w$]+)\s*(?:\+\s*(\d+)\s*)?\]")
-LETTERS = {"u": "u", "s": "i", "f": "f"}  # PTX's kinds of numbers in NumPy's letters
+LETTERS = {"u": "u", "s": "i", "f": "f"}  # PTX type letters to NumPy dtype letters
 
 
 class Type(NamedTuple):
-    """The type of an instruction: letter u, s, f, p (predicate) or h (16-bit floats), bytes, and for h which."""
+    """The type of an instruction.
+
+    `letter` is u, s, f, p (predicate) or h (16-bit floats), `size` is in bytes, and `half` is bf16 or f16 for h.
+    """
 
     letter: str
     size: int
@@ -47,10 +50,10 @@ def type_of(text: str) -> Type | None:
 
 
 class Names:
-    """What the Python code of a kernel refers to, by its Python name.
+    """The names that the Python code of a kernel uses.
 
-    `registers` and `views` have dtypes, `specials` the PTX name, `params` (parameter, offset, dtype); `variables` goes
-    the other way.
+    By Python name, `registers` has dtypes, `views` (base register, dtype), `constants` values, `specials` PTX names and
+    `params` (parameter, offset, dtype). `variables` has Python names by PTX name.
     """
 
     def __init__(self, kernel: Kernel) -> None:
@@ -67,20 +70,20 @@ class Names:
         return self.kernel.type_of(text) is not None
 
     def size_of(self, register: str) -> int:
-        """Bytes of a register that is no predicate."""
+        """The size of a register in bytes. Predicates are refused."""
         declared = type_of(self.kernel.type_of(register) or "")
         if declared is None or declared.letter == "p":
             raise Unknown(f"{register} is no register of numbers")
         return declared.size
 
     def _array(self, register: str, dtype: str) -> str:
-        """A Python name for a register, which no other has."""
+        """The Python name of a register, which no other register has."""
         name = self._arrays.setdefault(register, f"r{len(self._arrays)}_" + re.sub(r"\W", "", register))
         self.registers[name] = dtype
         return name
 
     def register(self, text: str, letter: str = "u") -> str:
-        """The array of a register of numbers, seen as unsigned, signed or floats."""
+        """The array of a register of numbers, viewed as unsigned integers, signed integers or floats."""
         size = self.size_of(text)
         base = self._array(text, f"u{size}")
         if letter == "u":
@@ -89,7 +92,7 @@ class Names:
         return f"{base}_{letter}"
 
     def predicate(self, text: str) -> str:
-        """The array of a predicate register, or what it becomes by a `!`."""
+        """The array of a predicate register, its negation for `!p`, or a constant."""
         if text.startswith("!"):
             return f"np.logical_not({self.predicate(text[1:])})"
         if re.fullmatch(r"-?\d+", text):
@@ -109,7 +112,7 @@ class Names:
         return name
 
     def value(self, text: str, letter: str, size: int, convert: bool = False) -> str:
-        """An operand as an expression of a dtype; `convert`: a register of another width is cut or extended."""
+        """An operand as an expression of a dtype. With `convert`, a register of another width is cut or extended."""
         if letter == "p":
             return self.predicate(text)
         if text in SPECIALS:
@@ -134,9 +137,9 @@ class Names:
         return self.constant(_literal(text, letter, size))
 
     def address(self, text: str, param: bool = False) -> tuple[str, int]:
-        """(the register's array or "None", bytes beyond it) of [register + offset] or [symbol + offset].
+        """The register's array and the offset in bytes of an operand [register + offset] or [symbol + offset].
 
-        A symbol is that of shared memory, or with `param` that of a parameter.
+        For a symbol the array is "None". The symbol is one in shared memory or, with `param`, a parameter.
         """
         named = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
         if not named:
@@ -151,12 +154,12 @@ class Names:
         return self.register(base), offset
 
     def is_parameter(self, text: str) -> bool:
-        """Whether it is [parameter + offset]."""
+        """Whether an operand has the form [parameter + offset]."""
         named = PARAMETER.fullmatch(text)
         return bool(named) and named[1] in self.kernel.offsets
 
     def parameter(self, text: str, size: int) -> str:
-        """[parameter + offset] as a constant of this many bytes."""
+        """An operand [parameter + offset] as a constant of `size` bytes."""
         named = PARAMETER.fullmatch(text)
         if not named:
             raise Unknown(f"the parameter {text}")
@@ -166,7 +169,7 @@ class Names:
 
 
 def _literal(text: str, letter: str, size: int) -> Any:
-    """A constant as a NumPy scalar: 0f and 0d with their bits, or an integer."""
+    """A literal as a NumPy scalar: an integer, or the bits of a float after 0f or 0d."""
     if re.fullmatch({4: r"0[fF][0-9a-fA-F]{8}", 8: r"0[dD][0-9a-fA-F]{16}"}.get(size, "(?!)"), text):
         number = int(text[2:], 16)
     elif re.fullmatch(r"-?(0[xX][0-9a-fA-F]+|\d+)U?", text) and letter != "f":
@@ -177,12 +180,12 @@ def _literal(text: str, letter: str, size: int) -> Any:
 
 
 def pieces_of(text: str) -> list[str]:
-    """The operands inside {a, b}, or the operand itself."""
+    """The operands inside {a, b}, or the operand itself, as a list."""
     return [piece.strip() for piece in text.strip("{} ").split(",")]
 
 
 class Statement:
-    """One instruction on its way to Python; `mask` is the expression for the lanes that take part."""
+    """One instruction during its translation to Python; `mask` is the expression for the lanes that take part."""
 
     def __init__(self, instruction: Instruction, names: Names, mask: str) -> None:
         self.instruction, self.names, self.mask = instruction, names, mask
@@ -194,7 +197,7 @@ class Statement:
         return Unknown(f"{self.instruction}: {why}")
 
     def take(self, *choices: str) -> str | None:
-        """Take off the first modifier that is among `choices`."""
+        """Remove and return the first modifier that is among `choices`, or return None."""
         for modifier in self.modifiers:
             if modifier in choices:
                 self.modifiers.remove(modifier)
@@ -202,7 +205,7 @@ class Statement:
         return None
 
     def need(self, *choices: str) -> str:
-        """The same, of modifiers one of which must be there."""
+        """Remove and return the first modifier that is among `choices`. Refuse the instruction if there is none."""
         found = self.take(*choices)
         if found is None:
             raise self.refused(f"none of .{', .'.join(choices)}")
@@ -212,20 +215,20 @@ class Statement:
         return self.take(name) is not None
 
     def type(self) -> Type:
-        """Take off the last modifier, the type."""
+        """Remove the last modifier and return it as a type."""
         found = type_of(self.modifiers[-1]) if self.modifiers else None
         if found is None:
-            raise self.refused("no type that is known")
+            raise self.refused("no known type")
         self.modifiers.pop()
         return found
 
     def expect(self, *counts: int) -> None:
-        """Refuse another number of operands."""
+        """Refuse the instruction unless its number of operands is among `counts`."""
         if len(self.operands) not in counts:
             raise self.refused(f"{len(self.operands)} operands")
 
     def finish(self) -> None:
-        """Refuse modifiers that nothing took off."""
+        """Refuse the instruction if modifiers remain."""
         if self.modifiers:
             raise self.refused(f"the modifier .{', .'.join(self.modifiers)}")
 
@@ -241,13 +244,13 @@ class Statement:
         return "(" + "".join(f"{self.names.register(one, letter)}, " for one in pieces_of(self.operands[index])) + ")"
 
     def extend(self, expression: str, letter: str, size: int) -> list[str]:
-        """Write to the first operand, which may be wider than `size` bytes; by zeros, or the sign of signed values."""
+        """Write to the first operand, which may be wider than `size` bytes. Signed values extend their sign."""
         if self.names.size_of(self.operands[0]) < size:
             raise self.refused("a result that is too narrow")
         return self.assign(expression, letter)
 
     def assign(self, expression: str, letter: str = "u", size: int | None = None) -> list[str]:
-        """Write to the first operand, which must be of `size` bytes, if given, where the mask is."""
+        """Write to the first operand in the lanes of the mask. It must have `size` bytes, if given."""
         if letter == "p":
             return [f"np.copyto({self.names.predicate(self.operands[0])}, {expression}, where={self.mask})"]
         if size is not None and self.names.size_of(self.operands[0]) != size:
@@ -256,7 +259,7 @@ class Statement:
         return [f"np.copyto({target}, {expression}, casting='unsafe', where={self.mask})"]
 
     def apply(self, function: str, arguments: Sequence[str], letter: str, size: int) -> list[str]:
-        """Call a NumPy function straight into the first operand, which is quicker than `assign`."""
+        """Call a NumPy function that writes to the first operand itself, which is faster than `assign`."""
         if letter == "p":
             target = self.names.predicate(self.operands[0])
         elif self.names.size_of(self.operands[0]) == size:

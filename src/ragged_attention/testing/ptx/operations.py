@@ -1,7 +1,7 @@
-"""Memory, copies, warps and warpgroups: from one instruction to calls of the objects that do the work.
+"""Translates instructions on memory, copies, warps and warpgroups to calls of the objects that execute them.
 
-In the Python code `memory`, `shared`, `copies`, `warps` and `warpgroups` are those of the machine. What goes by
-mbarriers and tensor maps is in `asynchronous`. Generic addresses of shared memory and clusters are not known.
+In the generated Python, `memory`, `shared`, `copies`, `warps` and `warpgroups` are the machine's objects. Instructions
+on mbarriers and tensor maps are in `asynchronous`. Generic addresses of shared memory and clusters are refused.
 """
 
 import re
@@ -11,40 +11,40 @@ from ragged_attention.testing.ptx import asynchronous
 from ragged_attention.testing.ptx.arithmetic import Handler
 from ragged_attention.testing.ptx.operands import LOCAL_WINDOW, PARAM_WINDOW, Statement, Type, pieces_of
 
-# Hints, which change how fast memory is and nothing else.
+# Cache hints, which affect only speed.
 CACHE_HINTS = (
     *("ca", "cg", "cs", "cv", "lu", "wb", "wt"),
     *(f"L1::{word}" for word in ("evict_normal", "evict_unchanged", "evict_first", "evict_last", "no_allocate")),
     *("L2::64B", "L2::128B", "L2::256B"),
 )
-# What orders accesses of CTAs.
+# Fences that order accesses of different CTAs.
 FENCES = {
     *("membar.gl", "membar.sys"),
     *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("gpu", "sys")),
 }
-# What orders accesses of one CTA, which here happen in the order of the text, or schedules kernels.
+# Fences within a CTA, whose accesses happen here in the order of the text, and instructions that schedule kernels.
 WITHOUT_EFFECT = {
     "membar.cta",
     *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("cta", "cluster")),
     "fence.proxy.async.global",
-    "griddepcontrol.launch_dependents",  # lets a launch begin that could have begun anyway, had this one ended
-    "fence.mbarrier_init.release.cluster",  # other CTAs of a cluster need it, of which there are none
+    "griddepcontrol.launch_dependents",  # lets the next launch begin before this one has ended
+    "fence.mbarrier_init.release.cluster",  # only for the other CTAs of a cluster, and there are no clusters
 }
 WORD, LONG = ("u", 4), ("u", 8)
-# The types that each atomic operation is known on.
+# The types that each atomic operation supports.
 ATOMIC = {
     **dict.fromkeys(("and", "or", "xor", "exch", "cas"), (WORD, LONG)),
     **dict.fromkeys(("min", "max"), (WORD, LONG, ("s", 4), ("s", 8))),
     **dict.fromkeys(("inc", "dec"), (WORD,)),
     "add": (WORD, LONG, ("s", 4), ("f", 4), ("f", 8), ("h", 2), ("h", 4)),
 }
-# How many registers hold the left and the right operand of `mma`, by the shape and the bits of an element.
+# The numbers of registers of the left and the right operand of `mma`, by the shape and the bits of an element.
 SHAPES = {
     ("m16n8k8", 16): (2, 1), ("m16n8k16", 16): (4, 2), ("m16n8k4", 32): (2, 1), ("m16n8k8", 32): (4, 2),
     ("m16n8k16", 8): (2, 1), ("m16n8k32", 8): (4, 2),
 }  # fmt: skip
 BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8, "s8": 8, "u8": 8}
-# The operands of a matrix instruction that may be of two kinds, and which sums each kind may have.
+# MIXED: element types that one matrix product may combine. SUMS: accumulator types, by element type.
 MIXED = ({"e4m3", "e5m2"}, {"s8", "u8"})
 SUMS = {
     **dict.fromkeys(("bf16", "tf32"), ("f32",)), **dict.fromkeys(("f16", "e4m3", "e5m2"), ("f32", "f16")),
@@ -53,11 +53,11 @@ SUMS = {
 
 
 def _expect_product(s: Statement, left: str, right: str, sums: str) -> None:
-    """Refuse operands and sums that do not go together."""
+    """Refuse element types, and accumulator types, that cannot be combined."""
     if left != right and not any({left, right} <= mixed for mixed in MIXED):
-        raise s.refused("a product of two kinds")
+        raise s.refused("a product of two element types")
     if sums not in SUMS.get(left, ()):
-        raise s.refused("a product of these")
+        raise s.refused("a product of these types and shapes")
 
 
 def _hints(s: Statement) -> None:
@@ -66,16 +66,16 @@ def _hints(s: Statement) -> None:
 
 
 def _space(s: Statement) -> str:
-    """`memory`, `shared`, `local` or, by generic addresses, `generic`."""
-    found = s.take("global", "shared", "shared::cta", "local")
-    return {"global": "memory", "local": "local", None: "generic"}.get(found, "shared")
+    """The space that an access names: `memory`, `shared` or `local`; if it names none, `generic`."""
+    modifier = s.take("global", "shared", "shared::cta", "local")
+    return {"global": "memory", "local": "local", None: "generic"}.get(modifier, "shared")
 
 
 def _address(s: Statement, operand: str, space: str) -> tuple[str, int]:
-    """The register's array, or "None" for an array of the kernel's, and the bytes beyond it."""
+    """The array of the address register, or "None" for a symbol, and the offset in bytes."""
     address, offset = s.names.address(operand, space == "params")
     if space == "generic" and address == "None":
-        raise s.refused("a generic address that is in no register")
+        raise s.refused("a generic address that is not in a register")
     return address, offset
 
 
@@ -99,7 +99,7 @@ def load(s: Statement) -> list[str]:
     ends = f"{s.mask}, {s.line}"
     if strong:
         if t.letter == "s" or len(registers) > 1:
-            raise s.refused("an ordered load of these")
+            raise s.refused("an ordered load of a vector or of signed integers")
         orders = (strong == "acquire", False)
         return [f"memory.atomic('look', 'u', {t.size}, ({targets}), {address}, {offset}, (), {orders}, {ends})"]
     dtype = f"{'i' if letter == 's' else 'u'}{t.size}"
@@ -120,22 +120,22 @@ def store(s: Statement) -> list[str]:
     ends = f"{s.mask}, {s.line}"
     if strong:
         if letter == "f" or len(operands) > 1:
-            raise s.refused("an ordered store of these")
+            raise s.refused("an ordered store of a vector or of floats")
         orders = (False, strong == "release")
         return [f"memory.atomic('exch', 'u', {t.size}, (), {address}, {offset}, (({values}),), {orders}, {ends})"]
     return [f"{space}.store(({values}), {address}, {offset}, {t.size}, {ends})"]
 
 
 def _strong(s: Statement, order: str) -> str | None:
-    """Take off how an access is ordered with those of other threads that may happen at once, and its scope."""
-    found = s.take("relaxed", "volatile", order)
-    if found in ("relaxed", order):
+    """Remove and return the order of an access ("relaxed", "volatile" or `order`), and remove its scope."""
+    semantics = s.take("relaxed", "volatile", order)
+    if semantics in ("relaxed", order):
         s.need("cta", "gpu", "sys")
-    return found
+    return semantics
 
 
 def _target(s: Statement, register: str, letter: str = "u") -> str:
-    """The array of a register to write, or None for `_`, which takes what nobody wants."""
+    """The array of a register to write, or "None" for `_`, which discards the value."""
     return "None" if register == "_" else s.names.register(register, letter)
 
 
@@ -159,7 +159,7 @@ def atomic(s: Statement) -> list[str]:
     operation = s.need(*ATOMIC)
     vector = s.take("v2", "v4")
     if t[:2] not in ATOMIC[operation]:
-        raise s.refused("an atomic operation on these")
+        raise s.refused("an atomic operation on this type")
     returns = s.head == "atom"
     s.expect(2 + returns + (operation == "cas"))
     targets = _registers(s, 0, vector) if returns else []
@@ -173,16 +173,16 @@ def atomic(s: Statement) -> list[str]:
     results = "".join(f"{_target(s, target)}, " for target in targets)
     arguments = "".join(f"({row}), " for row in values)
     kind = t.half or t.letter
-    given = f"'{operation}', '{kind}', {t.size}, ({results}), {address}, {offset}, ({arguments})"
+    call = f"'{operation}', '{kind}', {t.size}, ({results}), {address}, {offset}, ({arguments})"
     if space != "global":
         if vector:
-            raise s.refused("a vector in shared memory")
-        return [f"shared.change({given}, {s.mask}, {s.line})"]
-    return [f"memory.atomic({given}, {orders}, {s.mask}, {s.line})"]
+            raise s.refused("an atomic operation on a vector in shared memory")
+        return [f"shared.change({call}, {s.mask}, {s.line})"]
+    return [f"memory.atomic({call}, {orders}, {s.mask}, {s.line})"]
 
 
 def copy(s: Statement) -> list[str]:
-    """cp.async of up to 16 bytes; its groups and their waits. Bulk copies are in another module."""
+    """cp.async of up to 16 bytes, its groups and their waits. Bulk copies are in `asynchronous`."""
     if "bulk" in s.modifiers:
         return asynchronous.bulk_copy(s)
     if "mbarrier" in s.modifiers:
@@ -202,19 +202,20 @@ def copy(s: Statement) -> list[str]:
     policy = s.flag("L2::cache_hint")
     _hints(s)
     s.expect(3 + policy, 4 + policy)
-    if policy:  # how long the L2 cache keeps the bytes
+    if policy:  # a cache policy has no effect, but must be an operand of 8 bytes
         s.value(len(s.operands) - 1, "u", 8)
     sized = len(s.operands) == 4 + policy
     if sized and s.names.kernel.type_of(s.operands[3].lstrip("!")) == "pred":
-        raise s.refused("a predicate that has the source ignored")
-    given = s.value(3, "u", 4) if sized else "None"
+        raise s.refused("a predicate that lets the source be ignored")
+    source_size = s.value(3, "u", 4) if sized else "None"
     (target, target_offset), (source, source_offset) = map(s.names.address, s.operands[:2])
     size = int(s.operands[2], 0)
-    return [f"copies.start({target}, {target_offset}, {source}, {source_offset}, {size}, {given}, {s.mask}, {s.line})"]
+    places = f"{target}, {target_offset}, {source}, {source_offset}"
+    return [f"copies.start({places}, {size}, {source_size}, {s.mask}, {s.line})"]
 
 
-def nothing(s: Statement) -> list[str]:
-    """Fences, of which some are not needed here, and bar.warp.sync."""
+def fence(s: Statement) -> list[str]:
+    """Fences, some of which have no effect here, griddepcontrol and bar.warp.sync."""
     if s.instruction.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         s.modifiers.clear()
         return [f"shared.fence({s.mask})"]
@@ -233,7 +234,7 @@ def nothing(s: Statement) -> list[str]:
         s.expect(1)
         return [f"warps.meet({s.value(0, 'u', 4)}, {s.mask}, {s.line})"]
     if s.modifiers:
-        raise s.refused("a fence or barrier that is not known")
+        raise s.refused("an unknown fence or barrier")
     return []
 
 
@@ -254,7 +255,7 @@ def registers(s: Statement) -> list[str]:
     s.expect(1)
     count = int(s.operands[0])
     if count % 8 or not 24 <= count <= 256:
-        raise s.refused("a number of registers that cannot be")
+        raise s.refused("an invalid number of registers")
     return [f"warps.reserve({count}, {s.mask}, {s.line})"]
 
 
@@ -268,7 +269,7 @@ def shuffle(s: Statement) -> list[str]:
     mode = s.need("up", "down", "bfly", "idx")
     s.expect(5)
     if s.type() != Type("u", 4):
-        raise s.refused("a shuffle of these")
+        raise s.refused("a shuffle of this type")
     target, _, flag = (part.strip() for part in s.operands[0].partition("|"))
     inside = s.names.predicate(flag) if flag else "None"
     arguments = ", ".join(s.values((1, 2, 3, 4), "u", 4))
@@ -282,7 +283,7 @@ def reduce(s: Statement) -> list[str]:
     mode = s.need(*(("and", "or", "xor", "min", "max", "add") if t.letter == "u" else ("min", "max", "add")))
     s.expect(3)
     if t.letter not in "us" or t.size != 4:
-        raise s.refused("a reduction of these")
+        raise s.refused("a reduction of this type")
     target, value = s.names.register(s.operands[0], t.letter), s.value(1, t.letter, 4)
     return [f"warps.reduce({target}, {value}, '{mode}', {s.value(2, 'u', 4)}, {s.mask}, {s.line})"]
 
@@ -294,10 +295,10 @@ def vote(s: Statement) -> list[str]:
     s.expect(3)
     t = s.type()
     if t != (Type("u", 4) if mode == "ballot" else Type("p", 1)):
-        raise s.refused("a vote of these")
+        raise s.refused("a vote of this type")
     target = s.names.register(s.operands[0]) if mode == "ballot" else s.names.predicate(s.operands[0])
-    given, members = s.names.predicate(s.operands[1]), s.value(2, "u", 4)
-    return [f"warps.vote({target}, {given}, '{mode}', {members}, {s.mask}, {s.line})"]
+    flag, members = s.names.predicate(s.operands[1]), s.value(2, "u", 4)
+    return [f"warps.vote({target}, {flag}, '{mode}', {members}, {s.mask}, {s.line})"]
 
 
 def matrix(s: Statement) -> list[str]:
@@ -325,15 +326,15 @@ def multiply(s: Statement) -> list[str]:
     s.modifiers = []
     s.expect(4)
     if len(kinds) != 4 or kinds[0] != kinds[3]:
-        raise s.refused("a product of these")
+        raise s.refused("a product of these types and shapes")
     sums, left, right = kinds[:3]
     _expect_product(s, left, right, sums)
     lengths = SHAPES.get((shape, BITS[left]))
     count = 2 if sums == "f16" else 4
     if lengths is None or [len(pieces_of(operand)) for operand in s.operands] != [count, *lengths, count]:
-        raise s.refused("a product of these")
+        raise s.refused("a product of these types and shapes")
     if limited and sums != "s32":
-        raise s.refused("sums that are limited")
+        raise s.refused(".satfinite on accumulators other than s32")
     vectors = ", ".join(s.vector(index) for index in range(4))
     return [f"warps.multiply({vectors}, {(left, right, sums)}, {limited}, {s.mask}, {s.line})"]
 
@@ -354,21 +355,21 @@ def warpgroup(s: Statement) -> list[str]:
     shape, *kinds = s.modifiers
     s.modifiers = []
     if len(kinds) != 3:
-        raise s.refused("a product of these")
+        raise s.refused("a product of these types and shapes")
     sums, left_kind, right_kind = kinds
     _expect_product(s, left_kind, right_kind, sums)
     bits = BITS[left_kind]
     size = re.fullmatch(rf"m64n(\d+)k{256 // bits}", shape)
     if not size or int(size[1]) % 8 or not 8 <= int(size[1]) <= 256 or (limited and sums != "s32"):
-        raise s.refused("a product of these")
+        raise s.refused("a product of these types and shapes")
     if len(pieces_of(s.operands[0])) != int(size[1]) // (4 if sums == "f16" else 2):
         raise s.refused("a result of another size")
     from_registers = s.operands[1].startswith("{")
-    signs, orders = 2 * (sums != "s32"), (2 - from_registers) * (bits == 16)  # numbers behind the operands
+    signs, orders = 2 * (sums != "s32"), (2 - from_registers) * (bits == 16)  # how many immediates follow
     s.expect(4 + signs + orders)
     rest = [int(text) for text in s.operands[4:]]
     if rest[:signs] != [1] * signs:
-        raise s.refused("an operand negated")
+        raise s.refused("a negated operand")
     order = (0, 0) if not orders else (0, *rest[signs:]) if from_registers else tuple(rest[signs:])
     left = s.vector(1) if from_registers else s.names.register(s.operands[1])
     names = tuple(pieces_of(s.operands[0])), tuple(pieces_of(s.operands[1])) if from_registers else ()
@@ -380,7 +381,7 @@ def warpgroup(s: Statement) -> list[str]:
 
 
 def address_space(s: Statement) -> list[str]:
-    """cvta to and from global memory, whose addresses are the generic ones, and from what has a window of its own."""
+    """cvta to and from global memory, whose generic addresses are the same, and from local and parameter space."""
     s.expect(2)
     t = s.type()
     value = s.value(1, "u", t.size)
@@ -393,8 +394,8 @@ def address_space(s: Statement) -> list[str]:
 
 
 HANDLERS: Mapping[str, Handler] = {
-    "ld": load, "st": store, "atom": atomic, "red": atomic, "cp": copy, "fence": nothing, "membar": nothing,
-    "griddepcontrol": nothing, "bar": nothing, "trap": trap, "shfl": shuffle, "redux": reduce, "vote": vote,
+    "ld": load, "st": store, "atom": atomic, "red": atomic, "cp": copy, "fence": fence, "membar": fence,
+    "griddepcontrol": fence, "bar": fence, "trap": trap, "shfl": shuffle, "redux": reduce, "vote": vote,
     "ldmatrix": matrix, "stmatrix": matrix, "mma": multiply, "wgmma": warpgroup, "cvta": address_space,
     "elect": elect, "setmaxnreg": registers,
 }  # fmt: skip

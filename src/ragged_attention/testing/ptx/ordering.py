@@ -1,10 +1,10 @@
-"""Who touched each byte of global memory, and which CTAs' accesses are ordered by atomic operations.
+"""Which CTA touched each byte of global memory, and how atomic operations order the accesses of CTAs.
 
-An access is ordered after another CTA's if a release after the one and an acquire before the other meet at one place;
-within each CTA barriers pass on what is known. A fence before a relaxed operation makes it a release, one behind it an
-acquire. Counted only in kernels that release or acquire anything.
+An access of one CTA is ordered before an access of another if the first CTA then releases, and the second CTA acquires
+at the same place before its access. Within each CTA, barriers pass on what is known. A fence before a relaxed operation
+makes it a release, a fence after it an acquire. Order is tracked only in kernels that release or acquire anything.
 
-Lenient: a place keeps what was ever released there, whoever overwrote it since.
+Lenient: a place keeps everything that was ever released there, even if it was overwritten since.
 """
 
 import re
@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.clocks import Abroad, Clocks, merge
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes
 
-SEVERAL = -1  # instead of a CTA's number + 1
+SEVERAL = -1  # stands for several CTAs, instead of one CTA's number + 1
 ORDERING = re.compile(r"\b(?:(?:atom|red|ld|st)\.\S*(?:acquire|release|acq_rel)|fence\.(?:acq_rel|sc)\.|membar\.)")
 
 
 class Shadow:
-    """By byte: the CTA, as its number + 1, that touched it; where order counts, its warp and that warp's clock."""
+    """By byte: the CTA that touched it, as its number + 1; if order is tracked, also its warp and the warp's clock."""
 
     def __init__(self, size: int) -> None:
         self.cta = np.zeros(size, np.int32)
@@ -34,9 +34,10 @@ class Shadow:
 
 
 class Order:
-    """What some CTAs know of others; `released` outlives them: by place, what whoever acquires there learns.
+    """What some CTAs know of the accesses of others.
 
-    By warp, `fenced` is what it knew at its last fence, and `met` what it found at places since, but did not acquire.
+    `released` has, by place, what a warp learns that acquires there; it outlives these CTAs. By warp, `fenced` is what
+    the warp knew at its last fence, and `met` what it has since found at places but did not acquire.
     """
 
     def __init__(self, lanes: Lanes, clocks: Clocks, released: dict[int, Abroad] | None) -> None:
@@ -45,11 +46,11 @@ class Order:
         self.met: dict[int, Abroad] = {}
 
     def me(self, lanes: Indices) -> NDArray[Any]:
-        """The CTAs of lanes [lanes, 1], as shadows have them."""
+        """The CTAs of lanes [lanes, 1], in the form that shadows use."""
         return (self.lanes.number[lanes] + 1)[:, None]
 
     def others(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> NDArray[np.bool_]:
-        """[lanes, size]: the bytes that another CTA touched, without an order."""
+        """The bytes that another CTA touched and whose accesses are not ordered, as bools [lanes, size]."""
         touched = shadow.cta.reshape(-1, size)[rows]
         others = (touched != 0) & (touched != self.me(lanes))
         if self.released is not None and others.any():
@@ -59,7 +60,7 @@ class Order:
         return others
 
     def _ordered(self, shadow: Shadow, place: Indices, warps: Indices) -> NDArray[np.bool_]:
-        """[places]: which accesses that a shadow tells of the warps know of."""
+        """Whether each warp knows of the access that the shadow records at its place, as bools [places]."""
         ctas, ordered = shadow.cta[place] - 1, np.zeros(len(place), bool)
         for warp, cta in set(zip(warps.tolist(), ctas.tolist(), strict=True)):
             clocks = self.clocks.abroad[warp].get(cta)
@@ -69,7 +70,7 @@ class Order:
         return ordered
 
     def mark(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> None:
-        """Note that lanes touch bytes, some perhaps at once."""
+        """Record that lanes touch bytes, several lanes perhaps the same bytes."""
         table = shadow.cta.reshape(-1, size)
         after = np.where(self.others(shadow, rows, size, lanes), SEVERAL, self.me(lanes))
         table[rows] = after
@@ -81,21 +82,21 @@ class Order:
             shadow.clock.reshape(-1, size)[rows] = self.clocks.now[self.lanes.warp[lanes]][:, None]
 
     def _tell(self, warp: int) -> Abroad:
-        """What a warp knows of CTAs, of its own too."""
+        """What a warp knows of all CTAs, including its own."""
         told = self.clocks.tell(warp)
         return merge({int(self.lanes.number[warp * WARP]): told.seen[: self.lanes.warps]}, [told.abroad])
 
     def synchronise(self, acquires: bool, releases: bool, places: Indices, lanes: Indices) -> None:
-        """Atomic operations at places, one lane after the other."""
+        """Let lanes acquire and release at the places of their atomic operations, one lane after another."""
         if self.released is None:
             return
         for place, warp in dict.fromkeys(zip(places.tolist(), self.lanes.warp[lanes].tolist(), strict=True)):
-            there = self.released.setdefault(place, {})
-            merge(self.clocks.abroad[warp] if acquires else self.met.setdefault(warp, {}), [there])
-            merge(there, [self._tell(warp) if releases else self.fenced.get(warp, {})])
+            published = self.released.setdefault(place, {})
+            merge(self.clocks.abroad[warp] if acquires else self.met.setdefault(warp, {}), [published])
+            merge(published, [self._tell(warp) if releases else self.fenced.get(warp, {})])
 
     def fence(self, lanes: Indices) -> None:
-        """fence.acq_rel and fence.sc, of other CTAs too."""
+        """A fence that orders accesses of other CTAs too."""
         for warp in np.unique(self.lanes.warp[lanes]).tolist() if self.released is not None else ():
             merge(self.clocks.abroad[warp], [self.met.pop(warp, {})])
             self.fenced[warp] = self._tell(warp)

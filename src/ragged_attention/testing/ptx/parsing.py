@@ -1,8 +1,8 @@
-"""PTX as text -> one kernel as basic blocks.
+"""Parses PTX text: one kernel, as basic blocks.
 
-A block ends at a branch, a return, a barrier of CTAs, or before a label that something branches to. Only what a kernel
-of Triton's or nvcc's has is read: one entry, registers, labels, instructions, arrays in shared and local memory, and
-the debug information that tells the lines of the Python source.
+A block ends at a branch, a return or a CTA's barrier, or before a label that some branch names. The parser reads only
+what kernels of Triton and nvcc have: one entry, registers, labels, instructions, arrays in shared and local memory, and
+the debug information with the lines of the Python source.
 """
 
 import dataclasses
@@ -19,8 +19,8 @@ BARRIERS = tuple(
     for action in ("sync", "arrive")
     for aligned in (("", ".aligned") if name.startswith("barrier") else ("",))
 )
-Scope = tuple[int, ...]  # the braces around a statement, outermost first, by the order in which they open
-Location = tuple[str, ...]  # of a `.loc`: file, line, column
+Scope = tuple[int, ...]  # the braces around a statement, outermost first, numbered in the order in which they open
+Location = tuple[str, ...]  # the file, line and column of a `.loc`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Instruction:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Instructions that run one after another, and where threads go from there.
+    """Instructions that run one after another, and how the block ends.
 
-    `ending` is "fall" (to the next block), "branch" (to block `target`, if `guard` allows), "return", "barrier" (whose
-    number and, if not all threads of the CTA, how many it is for are the operands `barrier`) or "arrive" (the same,
-    without a wait); `opcode` says so in the text, and `line` is that of the last statement.
+    `ending` is "fall" (to the next block), "branch" (to block `target`, if `guard` allows), "return", "barrier" or
+    "arrive" (at a barrier, without a wait). `barrier` has a barrier's operands: its number and, if it is not for all
+    threads of the CTA, its number of threads. `opcode` is the opcode of the ending, and `line` that of the last
+    statement.
     """
 
     instructions: tuple[Instruction, ...]
@@ -67,12 +68,13 @@ class Block:
 class Kernel:
     """One kernel.
 
-    `params` are (name, type) in order, such as ("k_param_0", "u64") or ("k_param_1", "b8[128]"); `widths` the type of
-    each register or, with a `<` behind the prefix, of a numbered row of them; `sources` the Python line ("file:line")
-    of each PTX line, behind the lines that call the function it is in, outermost first; `symbols` where arrays in
-    shared memory begin, and `shared` the bytes of those whose size the launch does not tell; `locals` where in a
-    thread's own memory its arrays begin and, by the empty name, end; `variables` what arrays of constants hold;
-    `threads` those of a CTA and `most_registers` those of a thread, 0 if not said.
+    `params` are (name, type) in order, such as ("k_param_0", "u64") or ("k_param_1", "b8[128]"). `widths` has the type
+    of each register; numbered registers have one entry, their prefix and `<`. `sources` has the Python line
+    ("file:line") of each PTX line, after the lines that call the function it is in, outermost first. `symbols` has the
+    offsets of arrays in shared memory, and `shared` is the bytes of those with a static size. `locals` has the offsets
+    of arrays in a thread's local memory and, under the empty name, their total bytes. `variables` has the contents of
+    arrays of constants. `threads` is the number of threads in a CTA and `most_registers` the number of registers of a
+    thread; both are 0 if the PTX does not give them.
     """
 
     name: str
@@ -90,25 +92,25 @@ class Kernel:
 
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
-        """Where each parameter begins among them all, in bytes; arrays at multiples of 64."""
-        found, end = {}, 0
+        """The offset of each parameter in the parameter space, in bytes; arrays are aligned to 64."""
+        offsets, end = {}, 0
         for name, kind in self.params:
             size, alignment = size_of(kind), 64 if "[" in kind else size_of(kind)
-            found[name] = -(-end // alignment) * alignment
-            end = found[name] + size
-        return found
+            offsets[name] = -(-end // alignment) * alignment
+            end = offsets[name] + size
+        return offsets
 
     @functools.cached_property
     def instructions(self) -> dict[int, str]:
-        """The text of each line's instructions."""
-        found: dict[int, str] = {}
+        """The text of the instructions on each line."""
+        texts: dict[int, str] = {}
         for block in self.blocks:
             for one in block.instructions:
                 text = f"{one.opcode} {', '.join(one.operands)}".rstrip()
-                found[one.line] = f"{found[one.line]}; {text}" if one.line in found else text
-            if block.opcode and block.line not in found:
-                found[block.line] = f"{block.opcode} {', '.join(block.barrier)}".rstrip()
-        return found
+                texts[one.line] = f"{texts[one.line]}; {text}" if one.line in texts else text
+            if block.opcode and block.line not in texts:
+                texts[block.line] = f"{block.opcode} {', '.join(block.barrier)}".rstrip()
+        return texts
 
     def type_of(self, register: str) -> str | None:
         """The declared type of a register ("b32", "pred"), or None if there is no such register."""
@@ -116,7 +118,7 @@ class Kernel:
 
 
 def split_operands(text: str) -> tuple[str, ...]:
-    """What stands between the commas that are outside all brackets."""
+    """The operands in a text: its parts between the commas that are outside all brackets."""
     if not set(text) & set("{[("):
         return tuple(part for part in map(str.strip, text.split(",")) if part)
     parts, depth, start = [], 0, 0
@@ -131,7 +133,7 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str, name: str = "") -> Kernel:
-    """Read a kernel of a PTX module: the one of this name, or the first."""
+    """The kernel of a PTX module that has this name, or the first."""
     wanted = re.escape(name) or r"[\w$]+"
     header = re.search(rf"\.entry\s+({wanted})\s*\((.*?)\)(.*?)\{{", text, re.S)
     if not header:
@@ -141,16 +143,16 @@ def parse(text: str, name: str = "") -> Kernel:
     if ".reqntid" in header[3] and not threads:
         raise Unknown("CTAs of more than one dimension (.reqntid)")
     body = _Body(text, header.end())
-    behind = re.compile(r"^\s*(?:\.visible\s+)?\.(?:entry|func)\b", re.M).search(text, header.end())
-    own = text[header.start() : behind.start() if behind else len(text)]
-    symbols, shared = _shared(text[: header.start()], own)
+    following = re.compile(r"^\s*(?:\.visible\s+)?\.(?:entry|func)\b", re.M).search(text, header.end())
+    kernel_text = text[header.start() : following.start() if following else len(text)]
+    symbols, shared = _shared(text[: header.start()], kernel_text)
     return Kernel(
         name=header[1],
         params=params,
         widths=body.widths,
         blocks=_blocks(body.statements, body.last_line),
         threads=int(threads[1]) if threads else 0,
-        text=own,
+        text=kernel_text,
         sources=body.sources,
         locals=body.locals,
         variables=_variables(text),
@@ -166,15 +168,15 @@ def size_of(kind: str) -> int:
     return int(width) // 8 * int(count or 1)
 
 
-def _shared(before: str, own: str) -> tuple[dict[str, int], int]:
-    """Where the arrays in shared memory begin that a kernel names, and the bytes of those with a size.
+def _shared(before: str, kernel_text: str) -> tuple[dict[str, int], int]:
+    """The offsets of the shared arrays that a kernel names, and the bytes of those with a static size.
 
-    Those whose size the launch tells (`.extern`) begin together after the others.
+    Arrays whose size the launch determines (`.extern`) all begin at one place, after the others.
     """
     places, end = {}, 0
     array = r"\.shared\s+(?:\.align\s+(\d+)\s+)?\.[busf](\d+)\s+([\w$]+)\s*((?:\[\d+\])*)\s*;"
-    named = set(re.findall(r"[\w$]+", re.sub(array, "", own)))
-    for alignment, bits, name, counts in re.findall(array, before + own):
+    named = set(re.findall(r"[\w$]+", re.sub(array, "", kernel_text)))
+    for alignment, bits, name, counts in re.findall(array, before + kernel_text):
         if name in named:
             size = int(bits) // 8
             places[name] = -(-end // int(alignment or size)) * int(alignment or size)
@@ -186,18 +188,18 @@ def _shared(before: str, own: str) -> tuple[dict[str, int], int]:
 
 
 def _variables(text: str) -> dict[str, bytes]:
-    """The arrays of the module that are given with what they hold."""
+    """The contents of the module's initialised arrays."""
     found = {}
     array = r"^\s*\.global\s+(?:\.align\s+\d+\s+)?\.[busf](\d+)\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}\s*;"
     for bits, name, values in re.findall(array, text, re.MULTILINE):
-        if re.fullmatch(r"[-\d\s,]*", values):  # integers; others stay unknown
+        if re.fullmatch(r"[-\d\s,]*", values):  # integers; arrays of other values stay unknown
             numbers = map(int, values.split(","))
             found[name] = b"".join(number.to_bytes(int(bits) // 8, "little", signed=number < 0) for number in numbers)
     return found
 
 
 def _param(text: str) -> tuple[str, str]:
-    """(name, type) of a parameter of the kernel."""
+    """The (name, type) of a parameter of the kernel."""
     found = re.fullmatch(
         r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b.*\s)?([\w$]+)\s*(\[\d+\])?\s*", text, re.S
     )
@@ -207,7 +209,7 @@ def _param(text: str) -> tuple[str, str]:
 
 
 class _Body:
-    """What stands between a kernel's braces: `statements` are labels (str) and instructions."""
+    """The text between a kernel's braces, parsed: `statements` are labels (str) and instructions."""
 
     def __init__(self, text: str, begin: int) -> None:
         self.widths: dict[str, str] = {}
@@ -246,7 +248,7 @@ class _Body:
                 raise Unknown(f"line {line}: register {name} of another type than in another scope")
 
     def _reserve(self, line: int, piece: str) -> None:
-        """An array of each thread's own."""
+        """Reserve local memory for an array."""
         array = re.fullmatch(r"\.local\s+(?:\.align\s+(\d+)\s+)?\.b8\s+([\w$]+)\[(\d+)\]", piece)
         if not array:
             raise Unknown(f"line {line}: {piece}")
@@ -262,7 +264,7 @@ class _Sources:
         self.callers: dict[Location, Location] = {}
 
     def at(self, directive: str) -> str | None:
-        """The chain of lines from the kernel's own to the innermost, or None where the innermost is not known."""
+        """The chain of lines from the kernel's own to the innermost, or None if the innermost is not known."""
         numbers = r"(\d+)\s+(\d+)\s+(\d+)"
         found = re.match(rf"\.loc\s+{numbers}(?:.*\binlined_at\s+{numbers})?", directive)
         if not found or found[1] not in self.files or int(found[2]) == 0:
@@ -280,7 +282,7 @@ class _Sources:
 
 
 def _label(name: str, scope: Scope, labels: set[tuple[str, Scope]]) -> str:
-    """The label that a name means in a scope, by a name that no other label of the kernel has."""
+    """The label that a name refers to in a scope, as a name that no other label of the kernel has."""
     for depth in range(len(scope), 0, -1):
         if (name, scope[:depth]) in labels:
             return f"{name} of scope {scope[depth - 1]}"
@@ -288,14 +290,14 @@ def _label(name: str, scope: Scope, labels: set[tuple[str, Scope]]) -> str:
 
 
 def _pieces(text: str, begin: int) -> Iterator[tuple[int, str, Scope]]:
-    """(line, statement, scope) up to the brace that closes the kernel."""
+    """Each statement, as (line, statement, scope), up to the brace that closes the kernel."""
     number, scope, opened, pending, inline = text[:begin].count("\n") + 1, (), 0, "", False
     for offset, raw in enumerate(text[begin:].split("\n")):
         if comment := re.search(r"// (begin|end) inline asm", raw):
             inline = comment[1] == "begin"
         line = raw.split("//")[0].strip()
         if inline and re.match(r"\.loc\b", line):
-            continue  # LLVM counts the lines of inline assembly onto the line that it stands at
+            continue  # LLVM adds the line numbers of inline assembly to the line that it stands at
         if not pending and re.match(r"\.(loc|file)\b", line):
             yield number + offset, line, scope
             continue
@@ -318,7 +320,7 @@ def _pieces(text: str, begin: int) -> Iterator[tuple[int, str, Scope]]:
                 if one:
                     yield number + offset, one, scope
             else:
-                break  # the statement goes on in the next line
+                break  # the statement continues on the next line
     raise Unknown("a kernel without an end")
 
 
@@ -331,9 +333,9 @@ def _instruction(line: int, piece: str) -> Instruction:
 
 
 def _blocks(statements: list[str | Instruction], last_line: int) -> list[Block]:
-    """Cut statements into blocks; the last one is the end of the kernel's text."""
+    """The blocks of some statements; an additional last block stands for the end of the kernel's text."""
     targets = {s.operands[0] for s in statements if not isinstance(s, str) and _is_branch(s)}
-    pieces: list[tuple[list[Instruction], Instruction | None]] = [([], None)]  # and what ends each, None: a label
+    pieces: list[tuple[list[Instruction], Instruction | None]] = [([], None)]  # and their ends, None: a label
     labels: dict[str, int] = {}
     for one in statements:
         if isinstance(one, str):

@@ -1,7 +1,8 @@
-"""Launches of CUDA kernels that nvcc compiled: their own host code asks for them, and their PTX is emulated.
+"""Emulated launches of CUDA kernels that nvcc compiled, as their own host code requests them.
 
-The library has that host code, linked with what tells of launches and tensor maps in place of the CUDA runtime
-(`kernels_cuda/csrc/emulator/recorder.cc`), and the PTX. So grids, parameters and tensor maps are those of a GPU.
+The library has the PTX and the host code, which is linked with a recorder of launches and tensor maps
+(`kernels_cuda/csrc/emulator/recorder.cc`) in place of the CUDA runtime. So grids, parameters and tensor maps are the
+same as on a GPU.
 """
 
 import ctypes
@@ -19,10 +20,10 @@ from ragged_attention.testing.ptx.errors import Unknown
 from ragged_attention.testing.ptx.launcher import Emulator, Operand
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
-MAGIC, PTX = 0xBA55ED50, 1  # of a fat binary, and of those of its entries that are PTX
-# CUtensorMapDataType where its codes differ from those that tensor maps hold.
+MAGIC, PTX = 0xBA55ED50, 1  # the first word of a fat binary, and the kind of its entries that are PTX
+# Codes of CUtensorMapDataType that differ from those in a tensor map, to the latter.
 ELEMENTS = {8: 9, 9: 10}
-INVALID_VALUE, UNKNOWN = 1, 999  # errors of CUDA
+INVALID_VALUE, UNKNOWN = 1, 999  # error codes of CUDA
 Launched = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int64)
 )
@@ -35,7 +36,7 @@ Encoded = ctypes.CFUNCTYPE(
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch as the host code asked for it; `dependent`: it may begin before the one before it has ended."""
+    """A launch that host code requested; a `dependent` one may begin before the previous launch has ended."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -57,9 +58,9 @@ class Library:
         self._listeners = Launched(self._launched), Encoded(self._encoded)
 
     def launches(self, function: str, record: ctypes.Structure) -> tuple[int, list[Launch]]:
-        """Call a function of the library with a record; its return code, and the launches that it asked for."""
+        """Call a function of the library with a record. Returns its code, and the launches that it requested."""
         self._launches, self._failed = [], []
-        self.loaded.ra_listen(*self._listeners)  # which lives for as long as it is called, whoever else listened before
+        self.loaded.ra_listen(*self._listeners)  # `self` keeps them alive; another `Library` may have listened since
         code = getattr(self.loaded, function)(ctypes.byref(record), None)
         if self._failed:
             raise self._failed[0]
@@ -74,7 +75,7 @@ class Library:
                 raise Unknown("CTAs of more than one dimension")
             grid = numbers[0], numbers[1], numbers[2]
             self._launches.append(Launch(kernel.name, grid, numbers[3], numbers[6], bool(numbers[7]), params))
-        except Exception as error:  # which cannot pass through C
+        except Exception as error:  # an exception cannot pass through C
             self._failed.append(error)
             return UNKNOWN
         return 0
@@ -128,7 +129,7 @@ def run(
 ) -> int:
     """Call a function of a library with a record of `arrays`, and run what it launches, which writes them in place.
 
-    `notice` is given the kernel's name and what came of it after each launch. Returns the function's code.
+    After each launch, `notice` is called with the kernel's name and the outcome. Returns the function's code.
     """
     operands = [(name, Operand.of(array)) for name, array in arrays.items()]
     space, addresses = emulator.mapped(operands)

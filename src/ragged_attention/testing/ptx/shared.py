@@ -1,13 +1,13 @@
-"""Shared memory and its shadow: who wrote and read each cell, at which of its warp's clocks.
+"""Shared memory and its shadow: which warps wrote and read each cell, and at which of their clocks.
 
-Barriers join what the warps know of each other's clocks (`clocks`), so an access that no barrier orders after another
-warp's is reported in whatever order the two happened to run. A cell is as small as the kernel's narrowest access, at
-most 4 bytes.
+Barriers join what the warps know of each other's clocks (`clocks`). So an access that no barrier orders after another
+warp's access is reported in whatever order the two happened to run. A cell is as small as the kernel's narrowest
+access, at most 4 bytes.
 
-Lenient: threads of one warp count as ordered; writing the value that is there already counts as no write after a
-write; of several atomic operations on one place only the last counts for those that read it. A proxy fence counts for
-all that its warp knows of, whoever wrote it, and barriers pass it on; so it may stand before the barrier, in the
-writers, or after it, in the warps that go on to multiply.
+Lenient: threads of one warp count as ordered. A write of the value that is already there is not reported as a write
+after a write. Of several atomic operations on one place, only the last counts for warps that read it. A proxy fence
+covers all writes that its warp knows of, whichever warp made them, and barriers pass it on. So it may stand before the
+barrier, in the warps that write, or after it, in the warps that go on to multiply.
 """
 
 import re
@@ -29,9 +29,11 @@ Cells = NDArray[np.int64]
 class Shared:
     """The shared memory of some CTAs, `size` bytes each.
 
-    By cell: `written`, and by which warp of the CTA or agent, at which clock and line of the PTX; `read_at` by warp;
-    `pending`: an asynchronous copy to it was not waited for; `reading` and `storing`: how many wgmma and bulk copies to
-    global memory in flight read it; `opaque`: it is part of an mbarrier; `atomic`: an atomic operation wrote it last.
+    By cell: `written` is whether it was, and `written_by`, `written_at` and `written_line` are the warp of the CTA or
+    agent that wrote it last, its clock, and the line of the PTX. `read_at` has each warp's clock at its last read. If
+    it is `pending`, an asynchronous copy to it was not waited for. `reading` and `storing` count the wgmma, and the
+    bulk copies to global memory, in flight that read it. An `opaque` cell is part of an mbarrier, and an `atomic` one
+    was written last by an atomic operation.
     """
 
     def __init__(self, lanes: Lanes, size: int, text: str) -> None:
@@ -49,14 +51,14 @@ class Shared:
         self.pending = np.zeros(cells, bool)
         self.reading, self.storing = np.zeros(cells, np.int16), np.zeros(cells, np.int16)
         self.opaque, self.atomic = np.zeros(cells, bool), np.zeros(cells, bool)
-        self.watched = False  # whether anything was ever stored or opaque
+        self.watched = False  # whether any cell was ever `storing` or `opaque`
 
     # ---- places
 
     def place(self, lanes: Indices, address: Any, offset: int, size: int, line: int) -> Indices:
-        """Where [lanes] accesses of `size` bytes begin; they must be inside and aligned."""
-        given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
-        index = given + (offset - SHARED_BASE)
+        """The indices [lanes] at which accesses of `size` bytes begin; the accesses must be inside and aligned."""
+        base = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
+        index = base + (offset - SHARED_BASE)
         outside = (index < 0) | (index + size > self.size)
         if outside.any():
             at = int(np.flatnonzero(outside)[0])
@@ -71,12 +73,12 @@ class Shared:
         """The cells [lanes, n] of accesses."""
         return (index // self.cell)[:, None] + np.arange(max(size // self.cell, 1))
 
-    # ---- what is noted
+    # ---- the shadow
 
     def hazard(
         self, line: int, lanes: Indices, cells: Cells, bad: NDArray[np.bool_], text: str, kind: type[Hazard] = Race
     ) -> None:
-        """Report the bad ones among cells that lanes access: [lanes, n], or [n] all accessed by one lane."""
+        """Report the bad cells that lanes access: cells are [lanes, n], or [n] if one lane accesses all of them."""
         if bad.any():
             lane = lanes[np.argwhere(bad)[0, 0] if bad.ndim == 2 else 0]
             where = int(cells[bad][0])
@@ -85,7 +87,7 @@ class Shared:
             self.lanes.say(line, lane, text, f"shared byte {byte}, {written}{int(bad.sum())} of {bad.size} cells", kind)
 
     def note_read(self, cells: Cells, lanes: Indices, line: int) -> None:
-        """Plain reads of cells [lanes, n]."""
+        """Check and record plain reads of cells [lanes, n]."""
         warp, local = self.lanes.warp[lanes][:, None], self.lanes.local[lanes][:, None]
         if self.watched:
             self.hazard(line, lanes, cells, self.opaque[cells], "reads an mbarrier as if it were data")
@@ -96,7 +98,7 @@ class Shared:
         self.read_at[cells, local] = self.clocks.now[warp]
 
     def note_write(self, cells: Cells, lanes: Indices, line: int, same: NDArray[np.bool_]) -> None:
-        """Writes, plain or asynchronous, to cells [lanes, n]; `same`: which hold their value already."""
+        """Check writes, plain or asynchronous, to cells [lanes, n]; `same` marks those that hold the value already."""
         warp = self.lanes.warp[lanes]
         self.hazard(line, lanes, cells, self.reading[cells] > 0, "writes what a wgmma in flight reads")
         if self.watched:
@@ -108,9 +110,9 @@ class Shared:
         self.hazard(line, lanes, cells, unordered & ~same, "overwrites what another warp wrote, no barrier between")
 
     def mark_written(self, cells: Cells, lanes: Indices, line: int, clocks: Any = None, by: Any = None) -> None:
-        """The writes of lanes, visible to their warps from now on, at these clocks [lanes] or those of now.
+        """Record writes of lanes, at the clocks [lanes] or, by default, at the current clocks of their warps.
 
-        `by` [lanes] are agents in whose name they are, and -1 of those in a warp's own.
+        `by` [lanes] has the agents that wrote in place of the lanes' warps, or -1 if the warp itself wrote.
         """
         clocks = self.clocks.now[self.lanes.warp[lanes]] if clocks is None else clocks
         local = self.lanes.local[lanes]
@@ -124,7 +126,7 @@ class Shared:
         return (bytes_there == data).reshape(*cells.shape, -1).all(-1)
 
     def note_asynchronous(self, cells: Cells, warps: Sequence[int], line: int, who: str) -> None:
-        """A read of cells [n] by something asynchronous that warps started."""
+        """Check a read of cells [n] by an asynchronous operation that warps started; `who` is its name in reports."""
         lanes = np.array([min(warps) * WARP])
         self.hazard(line, lanes, cells, self.pending[cells], f"a {who} reads before a copy was waited for")
         self.hazard(line, lanes, cells, ~self.written[cells], f"a {who} reads what nobody wrote", Uninitialised)
@@ -139,12 +141,12 @@ class Shared:
     # ---- instructions
 
     def read(self, lanes: Indices, index: Indices, size: int, line: int) -> NDArray[np.uint8]:
-        """Bytes [lanes, size]."""
+        """The bytes [lanes, size] at `index`."""
         self.note_read(self.cells(index, size), lanes, line)
         return self.bytes.reshape(-1, size)[index // size]
 
     def write(self, lanes: Indices, index: Indices, data: NDArray[np.uint8], line: int) -> None:
-        """Bytes [lanes, n] to where `index` says."""
+        """Write bytes [lanes, n] at `index`."""
         size = data.shape[1]
         cells, rows, table = self.cells(index, size), index // size, self.bytes.reshape(-1, size)
         self.hazard(line, lanes, cells, self.pending[cells], "writes shared memory before a copy to it was waited for")
@@ -159,7 +161,7 @@ class Shared:
             self.lanes.say(line, lanes[lost][0], text, kind=kind)
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
-        """ld.shared: each register gets an element of `dtype`, one behind the other."""
+        """ld.shared: the registers get consecutive elements of `dtype`."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
@@ -168,7 +170,7 @@ class Shared:
         deal(elements, registers, lanes)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
-        """st.shared: elements of `size` bytes, one behind the other."""
+        """st.shared: consecutive elements of `size` bytes."""
         lanes = self.lanes.active(mask)
         if lanes.size:
             data = columns(values, self.lanes, lanes)
@@ -186,7 +188,7 @@ class Shared:
         mask: Mask,
         line: int,
     ) -> None:
-        """atom.shared and red.shared; the arguments are as `GlobalAccess.atomic` has them, of one element."""
+        """atom.shared and red.shared; the arguments are as in `GlobalAccess.atomic`, for one element."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return

@@ -1,4 +1,4 @@
-"""The memory of each thread's own, the parameters of a kernel, and memory by generic addresses."""
+"""Local memory, the parameters of a kernel, and memory by generic addresses."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ def expect_inside(lanes: Lanes, at: Indices, index: Indices, size: int, end: int
 
 
 class Local:
-    """Memory of each thread's own, of `size` bytes."""
+    """The local memory of each thread, `size` bytes."""
 
     def __init__(self, lanes: Lanes, size: int) -> None:
         self.lanes = lanes
@@ -30,13 +30,13 @@ class Local:
 
     def _places(self, lanes: Indices, address: Any, offset: int, size: int, line: int) -> tuple[Any, Any]:
         """The rows and columns of accesses [lanes, size], which must be inside and aligned."""
-        given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
-        index = given + offset - LOCAL_BASE
+        base = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
+        index = base + offset - LOCAL_BASE
         expect_inside(self.lanes, lanes, index, size, self.bytes.shape[1], line, "local memory")
         return lanes[:, None], index[:, None] + np.arange(size)
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
-        """ld.local: each register gets an element of `dtype`, one behind the other."""
+        """ld.local: the registers get consecutive elements of `dtype`."""
         lanes = self.lanes.active(mask)
         places = self._places(lanes, address, offset, int(dtype[1:]) * len(registers), line)
         if (empty := ~self.written[places].all(1)).any():
@@ -46,7 +46,7 @@ class Local:
         deal(elements, registers, lanes)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
-        """st.local: elements of `size` bytes, one behind the other."""
+        """st.local: consecutive elements of `size` bytes."""
         lanes = self.lanes.active(mask)
         if lanes.size:
             data = columns(values, self.lanes, lanes)
@@ -61,36 +61,36 @@ class Parameters:
         self.lanes, self.data = lanes, data
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
-        """ld.param: each register gets an element of `dtype`, one behind the other."""
+        """ld.param: the registers get consecutive elements of `dtype`."""
         lanes = self.lanes.active(mask)
         size = int(dtype[1:]) * len(registers)
-        given = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
-        index = given + offset - PARAM_BASE
+        base = np.zeros(len(lanes), np.int64) if address is None else address[lanes].astype(np.int64)
+        index = base + offset - PARAM_BASE
         expect_inside(self.lanes, lanes, index, size, self.data.size, line, "parameters")
         elements = self.data[index[:, None] + np.arange(size)].view(dtype)
         deal(elements, registers, lanes)
 
 
 class Generic:
-    """Memory by generic addresses: each thread's own in its window, and global memory."""
+    """Memory by generic addresses: local memory in its window, and global memory."""
 
     def __init__(self, lanes: Lanes, memory: GlobalAccess, local: Local) -> None:
         self.lanes, self.memory, self.local = lanes, memory, local
 
     def _spaces(self, address: Any, mask: Mask) -> Iterator[tuple[GlobalAccess | Local, Any, NDArray[np.bool_]]]:
         """The spaces of the lanes' addresses, each with the addresses in it and a mask of its lanes."""
-        active, own = self.lanes.marked(mask), (address >= LOCAL_WINDOW) & (address < PARAM_WINDOW)
-        if (here := active & own).any():
-            yield self.local, np.where(own, address - np.uint64(LOCAL_WINDOW), np.uint64(0)), here
-        if (here := active & ~own).any():
+        active, is_local = self.lanes.marked(mask), (address >= LOCAL_WINDOW) & (address < PARAM_WINDOW)
+        if (here := active & is_local).any():
+            yield self.local, np.where(is_local, address - np.uint64(LOCAL_WINDOW), np.uint64(0)), here
+        if (here := active & ~is_local).any():
             yield self.memory, address, here
 
     def load(self, registers: Sequence[Any], address: Any, offset: int, dtype: str, mask: Mask, line: int) -> None:
-        """ld: each register gets an element of `dtype`, one behind the other."""
+        """ld: the registers get consecutive elements of `dtype`."""
         for space, within, lanes in self._spaces(address, mask):
             space.load(registers, within, offset, dtype, lanes, line)
 
     def store(self, values: Sequence[Any], address: Any, offset: int, size: int, mask: Mask, line: int) -> None:
-        """st: elements of `size` bytes, one behind the other."""
+        """st: consecutive elements of `size` bytes."""
         for space, within, lanes in self._spaces(address, mask):
             space.store(values, within, offset, size, lanes, line)

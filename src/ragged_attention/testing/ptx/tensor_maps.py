@@ -1,8 +1,8 @@
-"""Tensor maps: how copies of whole tiles (TMA) find a tile in global memory, and its bytes' places in shared memory.
+"""Tensor maps, for copies of tiles (TMA): where a tile lies in global memory, and its bytes' places in shared memory.
 
-On a device a map is 128 bytes whose meaning only the driver and the hardware know. Here they are a record of our own,
-`LAYOUT`, with the PTX ISA's fields and codes, so that a host's map and one that a kernel writes by `tensormap.replace`
-are the same. Known are tiles without steps between elements and without interleaving.
+On a device a map is 128 bytes whose meaning only the driver and the hardware know. Here it is a record of our own,
+`LAYOUT`, with the PTX ISA's fields and codes, so that maps of the host and maps that a kernel writes by
+`tensormap.replace` have the same form. Maps with steps between elements or with interleaving are refused.
 """
 
 import dataclasses
@@ -22,18 +22,19 @@ LAYOUT = np.dtype({
     "offsets": [0, 8, 40, 60, 80, 100, 101, 102, 103, 104],
     "itemsize": 128,
 })  # fmt: skip
-# Bytes of an element by its code: u8, u16, u32, s32, u64, s64, f16, f32, f64 and bf16; others are changed in passing.
+# Bytes of an element by its code: u8, u16, u32, s32, u64, s64, f16, f32, f64 and bf16. Others convert during the copy.
 WIDTHS = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2}
 FLOATS = {6, 7, 9, 10}
-SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a row, by swizzle_mode; 16: no swizzle
-LARGEST_BOX, PIECE = 256, 16
+SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a row, by swizzle_mode; 16 means no swizzle
+LARGEST_BOX, PIECE = 256, 16  # the most elements of a box in one dimension, and the bytes of a piece
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorMap:
     """A tensor in global memory and the box that is copied at a time; dimensions are innermost first.
 
-    `strides` are bytes, of all dimensions but the innermost; `nan` says that what lies outside is NaN, not zero.
+    `strides` are in bytes, for all dimensions except the innermost. With `nan`, elements outside the tensor are NaN
+    instead of zero.
     """
 
     address: int
@@ -45,7 +46,7 @@ class TensorMap:
     nan: bool = False
 
     def pack(self) -> NDArray[np.uint8]:
-        """The 128 bytes."""
+        """The map as 128 bytes."""
         rank, record = len(self.dims), np.zeros((), LAYOUT)
         record["global_address"], record["rank"], record["elemtype"] = self.address, rank - 1, self.elemtype
         record["swizzle_mode"], record["fill_mode"] = self.swizzle, self.nan
@@ -55,7 +56,7 @@ class TensorMap:
 
     @classmethod
     def unpack(cls, data: NDArray[np.uint8]) -> "TensorMap":
-        """What 128 bytes say; refused where it is not known."""
+        """The map in 128 bytes. Raises Unknown for a map that is not supported."""
         (record,) = np.frombuffer(data.tobytes(), LAYOUT)
         rank, elemtype, swizzle = int(record["rank"]) + 1, int(record["elemtype"]), int(record["swizzle_mode"])
         if (record["element_stride"][:rank] != 1).any() or record["interleave_layout"]:
@@ -81,11 +82,11 @@ class TensorMap:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the box, which count in full whatever of it lies outside."""
+        """Bytes of the box, including those outside the tensor."""
         return math.prod(self.box) * self.width
 
     def wrong(self) -> str | None:
-        """What no lawful map says, or None."""
+        """What makes the map invalid, or None."""
         if not 1 <= len(self.dims) <= 5 or not all(self.dims) or not all(self.box):
             return f"expected 1 to 5 dimensions, none of them empty, got {self.dims} in boxes of {self.box}"
         if max(self.box) > LARGEST_BOX:
@@ -99,7 +100,7 @@ class TensorMap:
         return None
 
     def tile(self, corner: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.bool_], int]:
-        """The box at a corner in pieces of some bytes: their addresses, which lie inside the tensor, and the bytes."""
+        """The box at a corner, cut into pieces: their addresses, whether each is in the tensor, and a piece's bytes."""
         numbers = (corner[0] * self.width, self.dims[0] * self.width, self.row)
         piece = self.width if any(number % PIECE for number in numbers) else PIECE
         if self.swizzle and self.row < SPANS[self.swizzle]:
@@ -116,12 +117,12 @@ class TensorMap:
         return address, inside, piece
 
     def places(self, start: int, piece: int) -> NDArray[np.int64]:
-        """Where in shared memory the pieces of the box go, whose first byte is at `start`."""
+        """The places in shared memory of the pieces of a box that begins at `start`."""
         place = start + np.arange(0, self.bytes, piece)
         return place ^ ((place >> 7 & SPANS[self.swizzle] // 16 - 1) << 4)
 
     def filling(self) -> NDArray[np.uint8]:
-        """The bytes of an element that lies outside."""
+        """The bytes of an element outside the tensor."""
         if not self.nan:
             return np.zeros(self.width, np.uint8)
         return np.frombuffer(((1 << 8 * self.width - 1) - 1).to_bytes(self.width, "little"), np.uint8)

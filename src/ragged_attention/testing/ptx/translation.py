@@ -1,8 +1,8 @@
-"""PTX -> the source of one Python function a block, compiled once a kernel.
+"""Translates PTX to Python: one function per block, compiled once per kernel.
 
-A function takes the mask of the lanes that run (True: all of them) and returns where the block's branch is taken, or
-which barrier threads come to. Its globals are what `Names` collected, the modules it calls and the machine's objects;
-each machine makes its own.
+A function takes the mask of the lanes that run (True: all of them). It returns the lanes that take the block's branch,
+or the barrier that the threads arrive at. Its globals are the names that `Names` collected, the modules that it calls
+and the machine's objects; each machine has its own globals.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Program:
 
 @functools.lru_cache(maxsize=64)
 def translate(kernel: Kernel) -> Program:
-    """Translate all blocks, or raise Unknown for the first instruction that is not known."""
+    """A kernel as a program. Raises Unknown for the first instruction that is not known."""
     names = Names(kernel)
     in_flight = _asynchronous_registers(kernel)
     lines: list[str] = []
@@ -49,7 +49,7 @@ def _guard(guard: Guard | None, names: Names) -> str:
 
 
 def _barrier(block: Block, names: Names) -> str:
-    """The number of a barrier, and for how many threads it is or None."""
+    """An expression for the number of a barrier, and its number of threads or None."""
     try:
         number, *count = (names.value(operand, "u", 4) for operand in block.barrier)
     except Unknown as error:
@@ -79,34 +79,34 @@ def _instruction(instruction: Instruction, names: Names, in_flight: frozenset[st
 
 
 def _as_assembled(block: Block) -> list[Instruction]:
-    """The instructions of a block, each wgmma.fence moved to the next product in the block if there is one.
+    """The instructions of a block, with each wgmma.fence moved to the next product in the block, if there is one.
 
     LLVM may compute operands of a product between the fence and the product. The assembler moves the fence, as
-    WARPGROUP.ARRIVE, behind these computations, because the product depends on them.
+    WARPGROUP.ARRIVE, after these computations, because the product depends on them.
     """
-    found: list[Instruction] = []
+    instructions: list[Instruction] = []
     fence: int | None = None
     for one in block.instructions:
         if one.opcode.startswith("wgmma."):
             if fence is not None:
-                found.append(found.pop(fence))
-            fence = len(found) if one.opcode.startswith("wgmma.fence") and one.guard is None else None
-        found.append(one)
-    return found
+                instructions.append(instructions.pop(fence))
+            fence = len(instructions) if one.opcode.startswith("wgmma.fence") and one.guard is None else None
+        instructions.append(one)
+    return instructions
 
 
 def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
-    """The registers that wgmma reads or writes after it was issued."""
-    found: set[str] = set()
+    """The registers that a wgmma reads or writes after it was issued."""
+    registers: set[str] = set()
     for block in kernel.blocks:
         for one in block.instructions:
             if one.opcode.startswith("wgmma.mma_async"):
-                found.update(*(pieces_of(operand) for operand in one.operands[:2] if operand.startswith("{")))
-    return frozenset(found)
+                registers.update(*(pieces_of(operand) for operand in one.operands[:2] if operand.startswith("{")))
+    return frozenset(registers)
 
 
 def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str) -> Iterator[str]:
-    """Lines that tell of registers which some wgmma uses; reading one matters while any is in flight, `busy`."""
+    """Lines that check registers which some wgmma uses. A read matters only while one is in flight (`busy`)."""
     split = 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
     written = _registers(instruction.operands[:split]) & in_flight
     read = _registers(instruction.operands[split:]) & in_flight

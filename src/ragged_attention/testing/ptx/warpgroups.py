@@ -1,9 +1,9 @@
-"""wgmma: products by four warps together, which go on while the warps do something else.
+"""wgmma: matrix products by four warps together, which run while the warps do something else.
 
-Operands are read when a product is issued and results arrive at the wait that waits for it; until then their registers
-hold NaN. What is in flight is watched: writing shared memory that it reads, or touching registers that it reads or
-writes, is reported, and so are registers that another instruction wrote since the last `wgmma.fence`. Sums are float32
-sums in NumPy's order.
+Operands are read when a product is issued, and results arrive when a wait covers it. Until then the result's registers
+hold NaN. While a product is in flight, writes to shared memory that it reads, and uses of registers that it reads or
+writes, are reported. So are products that use registers which another instruction wrote since the last `wgmma.fence`.
+Sums are float32 sums in NumPy's order.
 """
 
 import dataclasses
@@ -23,14 +23,14 @@ from ragged_attention.testing.ptx.shared import Cells, Shared
 from ragged_attention.testing.ptx.warps import Registers, left_operand, single
 
 GROUP = 4 * WARP
-DEPTH = 32  # bytes of k in one product
+DEPTH = 32  # bytes along k in one product
 WIDTHS = {"bf16": 2, "f16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 SPANS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by the descriptor's swizzle mode
 
 
 @dataclasses.dataclass
 class Product(Operation):
-    """One warpgroup's product: where its sums go, what it reads, the names of its registers, and the sums' kind."""
+    """One warpgroup's product: its result registers, the cells it reads, its registers' names, its accumulator type."""
 
     group: int
     out: Registers
@@ -41,15 +41,16 @@ class Product(Operation):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Products that add to the same registers have the same."""
+        """A key that products share which accumulate into the same registers."""
         return id(self.out[0]), self.group
 
 
 class Warpgroups(Queue[Product]):
     """The warpgroups of some CTAs.
 
-    `sums` are those in flight; `busy` counts by (register, group) the products in flight that write it (True) or read
-    it (False); `loose` are (register, group) that were written since the last fence.
+    `sums` has the accumulators in flight, by `Product.key`. `busy` counts, by (register, group, whether they write it),
+    the products in flight that write or read a register. `loose` has (register, group) for registers that were written
+    since the last fence.
     """
 
     what = "wgmma"
@@ -66,10 +67,11 @@ class Warpgroups(Queue[Product]):
     def _places(
         self, lanes: Indices, descriptor: Any, rows: int, width: int, transposed: int, line: int
     ) -> NDArray[np.int64]:
-        """Where a matrix [rows (of M or N), k] of elements of `width` bytes lies: bytes [groups, rows, k].
+        """The byte indices [groups, rows, k] of a matrix [rows (of M or N), k], whose elements have `width` bytes.
 
-        Along the contiguous dimension (k, or the rows if transposed) runs a row of the swizzle's span; eight of them
-        make a core matrix. The descriptor has its start and the distances between core matrices, in units of 16 bytes.
+        A row of the swizzle's span runs along the contiguous dimension (k, or the rows if transposed). Eight such rows
+        make a core matrix. The descriptor has the start of the matrix and the distances between core matrices, in units
+        of 16 bytes.
         """
         bits = descriptor[lanes].astype(np.uint64)
         start, leading, stride = (((bits >> np.uint64(low)) & np.uint64(0x3FFF)) << np.uint64(4) for low in (0, 16, 32))
@@ -96,7 +98,7 @@ class Warpgroups(Queue[Product]):
         return index + (self.lanes.cta[lanes] * self.shared.stride)[:, None, None]
 
     def _read(self, places: NDArray[np.int64], groups: Indices, line: int) -> list[Cells]:
-        """Note an asynchronous read by warpgroups, whose first warps `groups` are. Returns the cells of each."""
+        """Record an asynchronous read by warpgroups, given their first warps. Returns the cells that each reads."""
         shared, every = self.shared, []
         for place, first in zip(places, groups.tolist(), strict=True):
             cells = np.unique(place // shared.cell)
@@ -120,10 +122,11 @@ class Warpgroups(Queue[Product]):
         mask: Mask,
         line: int,
     ) -> None:
-        """wgmma.mma_async: out [64, n] = left [64, k] @ right [n, k].T, plus what out has where `keep`.
+        """wgmma.mma_async: out [64, n] = left [64, k] @ right [n, k].T, plus the old out where `keep` is set.
 
-        `right` holds descriptors, `left` too or, as a tuple, the operand itself; `kinds` are those of left, right and
-        the sums, `names` the registers of the results and of the left operand.
+        `right` holds descriptors. `left` holds descriptors or, as a tuple, the registers of the operand. `kinds` are
+        the types of left, right and accumulators. `names` are the names of the result's and the left operand's
+        registers.
         """
         warps = self.lanes.whole_warps(mask, line)
         if len(warps) % 4 or (warps.reshape(-1, 4) != warps[::4, None] // 4 * 4 + np.arange(4)).any():
@@ -158,18 +161,18 @@ class Warpgroups(Queue[Product]):
         return single(self.shared.bytes.view(f"u{width}")[places // width], kind), cells
 
     def _issue(self, operation: Product, product: NDArray[np.float32], keep: NDArray[Any]) -> None:
-        """Put a product [values, threads] on its way."""
+        """Start a product, whose result is [values, threads]."""
         mine = slice(int(operation.lanes[0]), int(operation.lanes[-1]) + 1)
         if any((name, operation.group) in self.loose for names in operation.names for name in names):
             text = "a wgmma uses registers that were written without a wgmma.fence after it"
             self.lanes.say(operation.line, operation.lanes[0], text)
         before = self.sums.get(operation.key)
-        if before is None:  # products in flight do not add to these very registers, so they must not use any of them
+        if before is None:  # no product in flight has exactly these accumulators, so none may use any of them
             self._clash(operation, [(name, writes) for name in operation.names[0] for writes in (True, False)])
             before = numbers.unpack_sums(np.stack([register[mine] for register in operation.out]), operation.kind)
         self._clash(operation, [(name, True) for name in operation.names[1]])
-        kept = np.where(keep, before, before.dtype.type(0))
-        self.sums[operation.key] = numbers.add_sums(kept, product, operation.kind, operation.limited)
+        start = np.where(keep, before, before.dtype.type(0))
+        self.sums[operation.key] = numbers.add_sums(start, product, operation.kind, operation.limited)
         for register in operation.out:
             register[mine] = 0xFFFFFFFF
         self.busy.update(self._registers(operation))
@@ -185,12 +188,12 @@ class Warpgroups(Queue[Product]):
             self.lanes.say(operation.line, operation.lanes[0], "a wgmma uses registers of another in flight")
 
     def fence(self, mask: Mask, line: int) -> None:
-        """wgmma.fence: what was written to registers is there for products to come."""
+        """wgmma.fence: later products may use registers that were written before it."""
         groups = set((self.lanes.whole_warps(mask, line) // 4 * 4).tolist())
         self.loose = {one for one in self.loose if one[1] not in groups}
 
     def touch(self, read: Sequence[str], written: Sequence[str], mask: Mask, line: int) -> None:
-        """Another instruction is about to read and write registers that some wgmma has to do with."""
+        """Check and record another instruction's reads and writes of registers that some wgmma uses."""
         groups, first = np.unique(self.lanes.warp[active := self.lanes.active(mask)] // 4 * 4, return_index=True)
         for group, lane in zip(groups.tolist(), active[first].tolist(), strict=True):
             if any((name, group, True) in self.busy for name in (*read, *written)):
@@ -204,7 +207,7 @@ class Warpgroups(Queue[Product]):
             raise self.lanes.fault(
                 operation.line, operation.lanes[0], "part of a warpgroup waits for a wgmma", Diverged
             )
-        last = all(other.key != operation.key for other in self.flight)  # else others go on adding
+        last = all(other.key != operation.key for other in self.flight)  # otherwise other products still add to it
         if last and operation.key in self.sums:
             words = numbers.pack_sums(self.sums.pop(operation.key), operation.kind)
             for register, word in zip(operation.out, words, strict=True):

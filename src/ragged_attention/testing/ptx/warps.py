@@ -1,8 +1,8 @@
-"""What the threads of a warp do together: shuffles, votes, reductions, and matrices in their registers.
+"""Instructions that the threads of a warp execute together: shuffles, votes, reductions and matrix instructions.
 
-Of setmaxnreg only what warpgroups have in the end is counted, not when.
+For setmaxnreg, only the registers that warpgroups have in the end are counted, not when they request them.
 
-Sums of `mma` are float32 sums in NumPy's order (of 8-bit integers they are exact); the ISA leaves theirs open.
+Sums of `mma` are float32 sums in NumPy's order (exact for 8-bit integers); the ISA does not specify an order.
 """
 
 from collections import defaultdict
@@ -19,23 +19,23 @@ from ragged_attention.testing.ptx.shared import Shared
 
 Registers = Sequence[NDArray[Any]]
 PER_GROUP = 4  # warps of a warpgroup
-REGISTERS = 1 << 16  # of a multiprocessor, each of 32 bits
+REGISTERS = 1 << 16  # the 32-bit registers of a multiprocessor
 
 
 def gather(registers: Registers, warps: Indices) -> NDArray[Any]:
-    """[registers, warps, 32]"""
+    """The values of registers in some warps: [registers, warps, 32]."""
     return np.stack([register.reshape(-1, WARP)[warps] for register in registers])
 
 
 def elements(words: NDArray[Any], kind: str) -> NDArray[np.float32]:
-    """Words [...] as float32 [..., elements of a word]."""
+    """The elements of words [...], as float32 [..., elements per word]."""
     words = np.ascontiguousarray(words)
     width = {"tf32": 4, "bf16": 2, "f16": 2}.get(kind, 1)
     return single(words.view(f"u{width}").reshape(*words.shape, 4 // width), kind)
 
 
 def single(codes: NDArray[Any], kind: str) -> NDArray[np.float32]:
-    """Elements [...] as float32, each by itself."""
+    """Codes [...] of one element each, as float32."""
     if kind == "tf32":
         return numbers.tf32_value(codes)
     if kind in numbers.FP8:
@@ -46,10 +46,10 @@ def single(codes: NDArray[Any], kind: str) -> NDArray[np.float32]:
 
 
 def left_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.float32]:
-    """The operand of 16 rows that the registers of each warp hold: [warps, 16, k].
+    """The left operand, of 16 rows, from the registers of each warp: [warps, 16, k].
 
-    Lane 4g + t holds rows g and g + 8; of each row as many elements as a word has, from t times that many on; the
-    second half of k is in the second pair of registers.
+    Lane 4g + t holds parts of rows g and g + 8. If a word has e elements, these are the elements from t * e to before
+    (t + 1) * e. The second half of k is in the second pair of registers.
     """
     parts = elements(gather(registers, warps), kind)  # [registers, warps, 32, elements]
     parts = parts.reshape(len(registers) // 2, 2, len(warps), 8, 4, parts.shape[-1])  # half of k, of rows, warp, g, t
@@ -57,7 +57,7 @@ def left_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.
 
 
 def right_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.float32]:
-    """The operand of 8 columns: [warps, k, 8]; lane 4g + t holds of column g what `left_operand` says of rows."""
+    """The right operand, of 8 columns: [warps, k, 8]. Lane 4g + t holds parts of column g, as in `left_operand`."""
     parts = elements(gather(registers, warps), kind).reshape(len(registers), len(warps), 8, 4, -1)
     return parts.transpose(1, 0, 3, 4, 2).reshape(len(warps), -1, 8)
 
@@ -70,7 +70,7 @@ def most_registers(threads: int) -> int:
 class Warps:
     """The warps of some CTAs, whose threads are launched with `registers` registers each.
 
-    `reserved` has by warp how many registers it asked for with setmaxnreg, and at which lines.
+    `reserved` has, by warp, the registers per thread and the line of each of its setmaxnreg.
     """
 
     def __init__(self, lanes: Lanes, shared: Shared, registers: int) -> None:
@@ -81,7 +81,7 @@ class Warps:
     def members(self, named: Any, mask: Mask, line: int) -> NDArray[np.bool_]:
         """The lanes that take part, as bools [lanes].
 
-        The threads of a warp that execute an instruction must be just those that its mask of members names.
+        The threads of a warp that execute an instruction must be exactly those in its member mask, `named`.
         """
         active, lanes = self.lanes.marked(mask), self.lanes
         bits = lanes.spread(named).astype(np.int64)
@@ -95,7 +95,7 @@ class Warps:
         return active
 
     def meet(self, named: Any, mask: Mask, line: int) -> None:
-        """bar.warp.sync: nothing to do, for threads of a warp count as ordered."""
+        """bar.warp.sync: only its member mask is checked, because threads of a warp count as ordered anyway."""
         self.members(named, mask, line)
 
     def elect(self, out: Any, leads: Any, named: Any, mask: Mask, line: int) -> None:
@@ -108,12 +108,12 @@ class Warps:
             out[active] = leader[active]
 
     def reserve(self, count: int, mask: Mask, line: int) -> None:
-        """setmaxnreg: what a warp's threads may use from here on; all of its warpgroup have to ask for the same."""
+        """setmaxnreg: the registers that a thread may use from here on; a warpgroup's warps must request the same."""
         for warp in self.lanes.whole_warps(mask, line).tolist():
             self.reserved[warp].append((count, line))
 
     def end(self) -> None:
-        """At the end of the kernel, report CTAs whose warps wait forever for more registers than there are."""
+        """At the end of the kernel, raise if the warps of a CTA wait forever for more registers than there are."""
         groups = -(-self.lanes.warps // PER_GROUP)
         for cta in range(self.lanes.ctas if self.reserved else 0):
             total = 0
@@ -126,9 +126,9 @@ class Warps:
                     line = max(line for one in asked for _, line in one)
                     raise self.lanes.fault(line, first * WARP, "part of a warpgroup executes setmaxnreg", Diverged)
                 total += (asked[0][-1][0] if asked[0] else self.registers) * len(asked) * WARP
-            if total > (given := self.registers * self.lanes.threads):
+            if total > (available := self.registers * self.lanes.threads):
                 line = max(line for one in self.reserved.values() for _, line in one)
-                text = f"a CTA asks for {total} registers by setmaxnreg, and has {given}"
+                text = f"a CTA asks for {total} registers by setmaxnreg, and has {available}"
                 raise self.lanes.fault(line, cta * self.lanes.threads, text)
 
     def trap(self, mask: Mask, line: int) -> None:
@@ -139,7 +139,7 @@ class Warps:
     def shuffle(
         self, out: Any, inside: Any, mode: str, value: Any, by: Any, limit: Any, named: Any, mask: Mask, line: int
     ) -> None:
-        """shfl.sync: a lane takes the value of another in its segment, or its own where there is none."""
+        """shfl.sync: a lane takes the value of another lane in its segment, or its own if there is no such lane."""
         active = self.members(named, mask, line)
         by = self.lanes.spread(by).astype(np.int64) & 31
         limit = self.lanes.spread(limit).astype(np.int64)
@@ -161,18 +161,18 @@ class Warps:
         active = self.members(named, mask, line)
         table = self.lanes.spread(value).reshape(-1, WARP)
         info = np.iinfo(table.dtype)
-        function, nothing = {
+        function, neutral = {
             "min": (np.minimum, info.max), "max": (np.maximum, info.min), "add": (np.add, 0), "or": (np.bitwise_or, 0),
             "xor": (np.bitwise_xor, 0), "and": (np.bitwise_and, info.max),
         }[mode]  # fmt: skip
-        chosen = np.where(active.reshape(-1, WARP), table, table.dtype.type(nothing))
-        result = function.reduce(chosen, axis=1, dtype=table.dtype)
+        values = np.where(active.reshape(-1, WARP), table, table.dtype.type(neutral))
+        result = function.reduce(values, axis=1, dtype=table.dtype)
         np.copyto(out.reshape(-1, WARP), result[:, None], where=active.reshape(-1, WARP))
 
-    def vote(self, out: Any, given: Any, mode: str, named: Any, mask: Mask, line: int) -> None:
+    def vote(self, out: Any, flag: Any, mode: str, named: Any, mask: Mask, line: int) -> None:
         """vote.sync over the members of each warp."""
         active = self.members(named, mask, line).reshape(-1, WARP)
-        table = self.lanes.spread(given).reshape(-1, WARP)
+        table = self.lanes.spread(flag).reshape(-1, WARP)
         some, every = (table & active).any(1), (table | ~active).all(1)
         ballot = ((table & active).astype(np.uint64) << np.arange(WARP, dtype=np.uint64)).sum(1)
         results: dict[str, Any] = {"any": some, "all": every, "uni": every | ~some, "ballot": ballot.astype(np.uint32)}
@@ -187,7 +187,7 @@ class Warps:
     def load_matrices(
         self, registers: Registers, address: Any, offset: int, trans: bool, mask: Mask, line: int
     ) -> None:
-        """ldmatrix: an 8 x 8 matrix of 16 bits to each register, two elements a lane."""
+        """ldmatrix: an 8 x 8 matrix of 16-bit elements to each register, two elements per lane."""
         warps, lanes, index = self._rows(address, offset, len(registers), mask, line)
         rows = self.shared.read(lanes, index, 16, line).reshape(len(warps), len(registers), 8, 16)
         if trans:
@@ -199,7 +199,7 @@ class Warps:
     def store_matrices(
         self, registers: Registers, address: Any, offset: int, trans: bool, mask: Mask, line: int
     ) -> None:
-        """stmatrix: the opposite."""
+        """stmatrix: an 8 x 8 matrix of 16-bit elements from each register, two elements per lane."""
         warps, lanes, index = self._rows(address, offset, len(registers), mask, line)
         words = np.ascontiguousarray(gather(registers, warps).swapaxes(0, 1)).reshape(len(warps), len(registers), 8, 4)
         if trans:
@@ -217,7 +217,7 @@ class Warps:
         mask: Mask,
         line: int,
     ) -> None:
-        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp; `kinds` are those of these three."""
+        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp; `kinds` are their types."""
         warps = self.lanes.whole_warps(mask, line)
         product = np.matmul(left_operand(left, warps, kinds[0]), right_operand(right, warps, kinds[1]))
         parts = product.reshape(len(warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)
