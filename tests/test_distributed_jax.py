@@ -1,4 +1,4 @@
-"""Attention over several devices of jax: `tests/devices.py` makes the checks, here they are started and judged."""
+"""Attention over several jax devices: these tests start the checks of tests/devices.py and judge their results."""
 
 import json
 import os
@@ -24,7 +24,7 @@ DIVIDED = {
 
 
 def devices(*checks: str) -> dict[str, Any]:
-    """What eight virtual devices say of each check."""
+    """The result of each check on eight virtual devices."""
     found: dict[str, Any] = {}
     for line in printed("-m", "tests.devices", *checks, XLA_FLAGS=QUICK_TO_COMPILE).splitlines():
         found |= json.loads(line)
@@ -46,7 +46,10 @@ def test_positions() -> None:
 
 
 def test_a_ring_exchanges_keys_and_nothing_else() -> None:
-    """Keys and values, each a message: once before the loop and once in it; for the gradient their gradients too."""
+    """A ring sends only keys and values: each is one message before the loop and one in it.
+
+    In training it also sends their gradients.
+    """
     said = devices("varlen")["varlen"]
     assert said["forward over 4"] == said["forward over 3"] == {"collective-permute": 4}
     assert said["forward over 2"] == {"collective-permute": 2}
@@ -63,7 +66,7 @@ def test_a_devices_memory_falls_as_devices_grow() -> None:
     "name", ["context_parallel_decode", "context_parallel_mla_decode", "context_parallel_varlen_attention"]
 )
 def test_divided_positions_take_no_ranges_of_keys(name: str) -> None:
-    """A device's keys are not those from 0 on, so that ranges would mean others."""
+    """Attention divided by positions takes no `key_ranges`, because a device's keys do not begin at position 0."""
     from ragged_attention.jax import distributed
 
     with pytest.raises(TypeError, match="unexpected keyword argument 'key_ranges'"):

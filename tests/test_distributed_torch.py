@@ -1,4 +1,4 @@
-"""Attention over several processes of torch: `tests/ranks.py` makes the checks, here they are started and judged."""
+"""Attention over several torch processes: these tests start the checks of tests/ranks.py and judge their results."""
 
 import json
 import os
@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
     pytest.skip("torch is built without gloo", allow_module_level=True)
 
-# What comes with every message of gloo, and what processes tell each other when they begin.
+# The largest relative overhead in bytes, for gloo's message headers and the processes' first messages.
 OVERHEAD = 0.02
 DIVIDED = {
     "block_scores", "select_blocks", "top_k_blocks",
@@ -35,7 +35,7 @@ DIVIDED = {
 
 
 def ranks(size: int, *checks: str) -> dict[str, Any]:
-    """What rank 0 says of each check; all ranks must come to a good end."""
+    """Rank 0's result of each check; all ranks must succeed."""
     done = apart("-m", "tests.ranks", str(size), *checks, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = {}
@@ -46,7 +46,7 @@ def ranks(size: int, *checks: str) -> dict[str, Any]:
 
 
 def expected_traffic(size: int) -> dict[str, int]:
-    """The bytes that the model of docs/scaling.md has for the calls of `check_traffic`."""
+    """The bytes that the model of docs/scaling.md predicts for the calls of `check_traffic`."""
     decode = (TRAFFIC["tokens"], TRAFFIC["heads"], TRAFFIC["width"], size)
     ring = (2 * TRAFFIC["piece"], TRAFFIC["kv_heads"], 2 * TRAFFIC["width"], 4, size)
     return {
@@ -99,7 +99,7 @@ def test_positions_over_more_ranks(size: int) -> None:
     "name", ["context_parallel_decode", "context_parallel_mla_decode", "context_parallel_varlen_attention"]
 )
 def test_divided_positions_take_no_ranges_of_keys(name: str) -> None:
-    """A rank's keys are not those from 0 on, so that ranges would mean others."""
+    """Attention divided by positions takes no `key_ranges`, because a rank's keys do not begin at position 0."""
     distributed = pytest.importorskip("ragged_attention.torch.distributed")
     with pytest.raises(TypeError, match="unexpected keyword argument 'key_ranges'"):
         getattr(distributed, name)(*[None] * 4, key_ranges=None)
@@ -114,7 +114,7 @@ def test_a_ranks_memory_falls_as_ranks_grow() -> None:
 def test_a_rank_that_dies_ends_the_others() -> None:
     began = time.monotonic()
     done = apart("-m", "tests.ranks", "3", "death")
-    assert done.returncode == 3, done.stdout + done.stderr  # that of the rank that left
+    assert done.returncode == 3, done.stdout + done.stderr  # the exit status of the rank that died
     assert time.monotonic() - began < 60
     said = [json.loads(line) for line in done.stdout.splitlines()]
     assert {each["rank"] for each in said} == {0, 1}
@@ -146,7 +146,7 @@ def test_the_example_agrees_with_one_device(size: int) -> None:
     assert len(re.findall(r"^  .* \de-\d\d$|^  .* 0\.0e\+00$|^  .*e-\d\d$", out, re.MULTILINE)) == 6
 
 
-# ---- the rules themselves
+# ---- sharding rules
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

@@ -1,7 +1,7 @@
-"""FEATURES: an optional argument that a backend does not list is refused by name, and one that it lists is honoured.
+"""FEATURES: a backend refuses an optional argument that it does not list, by name, and honours one that it lists.
 
-`CALLS_WITH` has, for each operation, calls that set its optional arguments, on NumPy arrays: every optional argument
-stands in one of them, and a new one belongs there too.
+For each operation, `CALLS_WITH` has calls on NumPy arrays that together set all its optional arguments. Add every new
+argument there.
 """
 
 import itertools
@@ -27,14 +27,14 @@ SAME = {
     "cache_format",
     "cache_layout",
     "format",
-}  # which may be said or left out, with the same results
+}  # arguments that do not change the results
 
 
 def floats(*shape: int) -> Any:
     return RNG.standard_normal(shape).astype(np.float32)
 
 
-# Two sequences with 3 and 2 queries, 4 query heads over 2 KV heads of 16, pages of 4.
+# Two sequences with 3 and 2 queries, 4 query heads, 2 KV heads of width 16, and pages of 4 tokens.
 TABLES: dict[str, Any] = {"page_indices": ints([1, 3, 0], [2, 5, 4]), "kv_lens": ints(9, 7), "cu_q_lens": ints(0, 3, 5)}
 SCALES = {"k_scale": 0.5, "v_scale": 2.0}
 SHARED = {"sm_scale": 0.3, "soft_cap": 1.5}
@@ -52,14 +52,14 @@ VARLEN = {
     "sinks": floats(4), "alibi_slopes": SLOPES, "relative_bias": BIAS, "deterministic": True,
 }  # fmt: skip
 KEY_RANGES = ints([[0, 2], [3, 4]], [[0, 1], [1, 3]], [[2, 5], [0, 0]], [[0, 3], [1, 2]], [[0, 9], [-4, 0]])
-SELECTED = {  # of two KV heads, among entries that name nothing; every query sees a key of each
+SELECTED = {  # lists for two KV heads with some invalid entries; every query sees a key in each list
     "selected": ints([[1, -1], [0, 1]], [[1, 1], [9, 1]], [[-1, 2], [1, 0]], [[0, 1], [-1, 0]], [[1, -7], [0, 0]]),
     "block_size": 2,
 }
 BY_RANGES = {name: value for name, value in VARLEN.items() if name not in ("causal", "sliding_window")}
 BY_RANGES["key_ranges"] = KEY_RANGES
 OUT = {"d_out": floats(5, 4, 16), "out": floats(5, 4, 16), "lse": floats(5, 4) + 2, "d_lse": floats(5, 4)}
-# Latent rows of the default width, for which d_v is 512 unless something else is said.
+# Latent rows of the default width, for which the default of d_v is 512.
 LATENT = {"sm_scale": 0.05, "sinks": floats(4), "d_v": 256}
 SPARSE = {
     "q": floats(3, 4, 576), "kv": floats(3, 4, 1, 576), "indices": ints([[0, 5, 7]], [[1, 9, 2]], [[4, -1, 3]]),
@@ -98,7 +98,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
             "sliding_window": 4, "sinks": floats(4), "return_lse": True,
             "new_kv": (floats(5, 2, 16), floats(5, 2, 16)), "out_dtype": "float16",
         },
-        # A draft's mask replaces `causal` among the new tokens.
+        # A draft mask replaces `causal` among the new tokens.
         TABLES | {"q": floats(5, 4, 16), "kv_pages": floats(6, 4, 4, 16), "draft_mask": RNG.random((5, 3)) < 0.5,
                   "max_q_len": 3, "alibi_slopes": SLOPES,
                   "relative_bias": BIAS},
@@ -250,7 +250,7 @@ def arguments_of(operation: str, index: int) -> dict[str, Any]:
 
 
 def modules(operation: str) -> dict[str, Any]:
-    """The module of each backend that can be imported here and offers the operation."""
+    """The modules of the operation, by backend, that can be imported on this machine."""
     found = {}
     for backend in dispatch.PACKAGES:
         try:
@@ -263,7 +263,9 @@ def modules(operation: str) -> dict[str, Any]:
 @pytest.mark.parametrize("operation", CALLS)
 def test_every_optional_argument_has_a_value_here(operation):
     record = CALLS[operation]
-    applied = {name for name, kind in record.KINDS.items() if not kind.schema(name)}  # before any backend sees it
+    applied = {
+        name for name, kind in record.KINDS.items() if not kind.schema(name)
+    }  # arguments that are applied before a backend sees the call
     missing = ", ".join(set(record.DEFAULTS) - applied - set().union(*CALLS_WITH.get(operation, [])))
     assert not missing, f"give {missing} of {operation} a value in CALLS_WITH of {__file__}"
 
@@ -276,14 +278,20 @@ def test_features_are_optional_arguments(operation):
 
 
 def refusable(operation: str) -> list[str]:
-    """The optional arguments that a backend has to list: neither hints nor what another operation can do before."""
+    """The optional arguments that a backend must list to honour them.
+
+    Hints are not among them, nor arguments that another operation can apply before.
+    """
     record = CALLS[operation]
     return [name for name in record.DEFAULTS if not record.KINDS[name].hint and name not in record.SEPARABLE]
 
 
 @pytest.mark.parametrize(("operation", "index"), EACH)
 def test_what_is_not_listed_is_refused_by_name(operation, index, monkeypatch):
-    """Whatever argument a backend lacks in its list, and before it is asked itself; without a list it has none."""
+    """A call is refused, before the backend's `why_not`, if it sets an argument that the backend does not list.
+
+    A backend without a list honours no optional arguments.
+    """
     record, arguments = CALLS[operation], arguments_of(operation, index)
     fields = record.DEFAULTS
     given = [name for name in refusable(operation) if name in arguments]
@@ -326,7 +334,7 @@ def test_each_backend_is_asked_by_its_own_list(operation, index, platform):
 
 
 def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[np.ndarray]:
-    """What a backend computes, its dtypes kept."""
+    """The results of a backend, with their dtypes."""
     framework = "jax" if backend == "xla" else "torch"
     pytest.importorskip(framework)
     record, device = CALLS[operation], Device(framework=framework, platform="cpu")
@@ -336,7 +344,7 @@ def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[
         def run(values: dict[str, Any]) -> Any:
             call = record(**arguments | values, device=device)  # type: ignore[call-arg]
             choice = dispatch.choose(call, backend=backend)
-            return choice.run(call, None)  # type: ignore[arg-type]  # which nothing there looks at
+            return choice.run(call, None)  # type: ignore[arg-type]  # the tile is not used
 
         results = jax.jit(run)({name: value for name, value in arguments.items() if is_data(value)})
     else:
@@ -348,13 +356,13 @@ def results_of(backend: str, operation: str, arguments: dict[str, Any]) -> list[
         results = dispatch.choose(call, backend=backend).run(call, LAUNCHER)
     flat = [as_numpy(array) for array in (results if isinstance(results, tuple | list) else [results])]
     if operation == "latent_norm_rope_write" and flat[1].dtype == np.uint8:
-        # The bytes of a float32 scale say nothing about how near two scales are, and the norm rounds in float32.
+        # Dequantise, because the norm rounds in float32 and the bytes of close float32 scales may differ a lot.
         flat[1] = dequantize_mla_cache(flat[1], arguments["cache_format"])
     return flat
 
 
 def as_numpy(array: Any) -> np.ndarray:
-    """A framework's array; formats that NumPy has not become float32."""
+    """A framework's array as a NumPy array; dtypes that NumPy lacks become float32."""
     if str(array.dtype) in ("torch.bfloat16", "torch.float8_e4m3fn"):
         array = array.float()
     return np.asarray(array.astype("float32") if str(array.dtype) == "float8_e4m3fn" else array)
@@ -372,13 +380,15 @@ def agree(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize(("operation", "index"), EACH)
 def test_what_is_listed_counts(operation, index):
-    """Each value here changes what the definition computes, or the call is none without it; backends say the same."""
+    """Each value in `CALLS_WITH` changes the reference's result, or the call is invalid without it; backends agree."""
     fields = CALLS[operation].DEFAULTS
     here = {backend: module for backend, module in modules(operation).items() if backend not in ("pallas", "cuda")}
     arguments = arguments_of(operation, index)
     arguments = {name: value for name, value in arguments.items() if name not in CALLS[operation].SEPARABLE}
     for name in set(arguments) & set(refusable(operation)) - here["reference"].FEATURES:
-        assert all(name not in module.FEATURES for module in here.values())  # else it is to be compared below
+        assert all(
+            name not in module.FEATURES for module in here.values()
+        )  # otherwise it would have to be compared below
         del arguments[name]
     wanted = results_of("reference", operation, arguments)
     hints = {name for name, kind in CALLS[operation].KINDS.items() if kind.hint}
@@ -400,7 +410,7 @@ def here_of(backend: str) -> Device:
 
 
 def test_a_representative_call_is_taken_somewhere():
-    """No sample of what `explain` shows needs more than some backend honours."""
+    """For each operation and device, some backend accepts the representative call that `explain` shows."""
     for operation in CALLS:
         for device in itertools.chain.from_iterable(DEVICES.values()):
             assert dispatch.choose(sample_of(operation).call(operation, device)).backend in dispatch.backends()

@@ -1,4 +1,4 @@
-"""The recipe that runs FlashInfer's tests: on a checkout made here, since theirs is not part of the repository."""
+"""The recipe that runs FlashInfer's tests, on a fake checkout, because FlashInfer's is not part of the repository."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Forks while other threads are at work: neither the process nor its copy waits for what does not come."""
+"""After a fork while other threads work, neither the process nor its child hangs."""
 
 import os
 import threading
@@ -32,7 +32,7 @@ def test_sections_that_forks_wait_for_do_not_wait_for_each_other() -> None:
 
 
 def test_a_launch_within_an_interpreted_one_is_an_error() -> None:
-    """As in the handler of a signal, where waiting for the other one would never end."""
+    """A launch within an interpreted launch, as in a signal handler, is an error; waiting would never end."""
     with (
         interpreting(),
         pytest.raises(RuntimeError, match="expected no launch within one that Triton's"),

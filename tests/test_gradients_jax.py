@@ -1,4 +1,4 @@
-"""Gradients as jax itself sees them: under jit, grad, vmap and export, by finite differences, what has none."""
+"""Gradients in jax: under jit, grad, vmap and export, against finite differences, and arguments without gradients."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -31,18 +31,18 @@ def normal(*shape: int, seed: int, dtype: Any = jnp.float32) -> Any:
 
 
 def packed(dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """q, k, v and sinks."""
+    """Random q, k, v and sinks of packed sequences."""
     shapes = (11, 4, 3), (10, 2, 3), (10, 2, 5), (4,)
     return tuple(normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(shapes))
 
 
 def latents(dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """q, kv and sinks."""
+    """Random q, kv and sinks of latent attention."""
     return tuple(normal(*shape, seed=seed, dtype=dtype) for seed, shape in enumerate(((4, 4, 32), (6, 2, 32), (4,))))
 
 
 def weighted(*results: Any) -> Any:
-    """A sum that weights every element differently and leaves out what rows without keys have."""
+    """A sum that weights every element differently and skips the infinite lse of rows without keys."""
     total = jnp.zeros((), results[0].dtype)
     for result in results:
         weights = normal(*result.shape, seed=7, dtype=result.dtype)
@@ -51,12 +51,12 @@ def weighted(*results: Any) -> Any:
 
 
 def biased(dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """`packed` with a relative bias of fewer columns than there are distances."""
+    """`packed` with a relative bias that has fewer columns than there are distances."""
     return *packed(dtype), normal(4, 3, seed=4, dtype=dtype)
 
 
 def own_bias(dtype: Any = jnp.float32) -> tuple[Any, ...]:
-    """`packed` with a table of each query, wide enough for all distances."""
+    """`packed` with a relative bias for each query, wide enough for all distances."""
     return *packed(dtype), normal(11, 4, 12, seed=4, dtype=dtype)
 
 
@@ -110,7 +110,7 @@ def test_jit_and_grad_in_either_order(function: Any, arguments: Any, backend: st
     given = arguments()
     want = gradients(function, given, backend="reference")
     assert_close(jax.jit(lambda *given: gradients(function, given, backend=backend))(*given), want)
-    if backend == "triton":  # interpreted line by line; the other orders are none of a backend's business
+    if backend == "triton":  # slow in the interpreter; the remaining cases do not depend on the backend
         return
     assert_close(gradients(function, given, backend=backend), want)
     whole = jax.jit(lambda *given: function(*given, backend=backend))
@@ -135,7 +135,7 @@ def test_a_batch_of_calls(function: Any, arguments: Any, backend: str) -> None:
 
 
 def ranges() -> Any:
-    """Ranges of each query of `packed`; those of the last, which is padding, are garbage."""
+    """Key ranges for each query of `packed`; those of the last query, which is padding, are garbage."""
     return jnp.asarray(np.random.default_rng(5).integers(-1, 6, (11, 2, 2)), jnp.int32)
 
 
@@ -178,7 +178,7 @@ def test_ranges_of_keys_alone_may_be_mapped() -> None:
 
 
 def blocks(heads: int = 2, length: int = 3) -> Any:
-    """Lists of each query of `packed`; those of the last, which is padding, are garbage."""
+    """Block lists for each query of `packed`; those of the last query, which is padding, are garbage."""
     return jnp.asarray(np.random.default_rng(5).integers(-1, 4, (11, heads, length)), jnp.int32)
 
 
@@ -299,12 +299,12 @@ def test_double_precision_is_for_the_portable_backends(function: Any, arguments:
 
 def test_gradients_lower_to_triton_for_cuda_and_to_xla_for_a_cpu() -> None:
     on_gpu, on_cpu = triton_kernels("gradients")
-    assert on_gpu >= 10  # three attentions, at least three kernels of the one's gradient and two of each of the others'
+    assert on_gpu >= 10  # 3 forward kernels, at least 3 for one gradient and 2 for each other
     assert on_cpu == 0
 
 
 def test_max_logits_have_no_gradient() -> None:
-    """Their gradient is 0, and those of out and of lse stay as they are."""
+    """The largest logits have a gradient of 0, and requesting them leaves the gradients of out and lse unchanged."""
     (q, k, v, _), varlen_attention = packed(), cast(Any, rj.varlen_attention)
 
     def gradients_of(index: int, **requests: bool) -> Any:

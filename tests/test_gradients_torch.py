@@ -1,4 +1,4 @@
-"""Gradients as torch itself sees them: operators, finite differences, compilation, checkpoints, what has none."""
+"""Gradients in torch: operators, finite differences, compilation, checkpoints, and arguments without gradients."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ from tests.tensors import ints
 
 Tensor = torch.Tensor
 PORTABLE = ("reference", "eager")
-# Of the queries of `packed`: gaps, overlaps, none, beyond the keys, of padding.
+# Key ranges for the queries of `packed`: gaps, overlaps, empty ranges, ranges beyond the keys, and ranges of padding.
 RANGES = torch.tensor(
     [[[0, 1], [3, 4]], [[0, 3], [1, 2]], [[3, 9], [0, 0]], [[1, 2], [0, 1]], [[0, 0], [2, 1]], [[1, 2], [-9, 1]],
      [[0, 1], [1, 2]], [[-1, 9], [5, 7]], [[1, 2], [4, 4]], [[0, 1], [0, 1]], [[0, 9], [0, 9]]], dtype=torch.int32,
@@ -55,7 +55,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64, grad:
     return torch.randn(*shape, generator=random, dtype=dtype).requires_grad_(grad)
 
 
-# Sequences without queries, without keys, with more queries than keys, and padding behind the last on both sides.
+# Sequences without queries, without keys, and with more queries than keys. Padding follows the last queries and keys.
 EDGES = (ints(0, 3, 3, 5, 9, 10), ints(0, 4, 6, 6, 8, 9))
 
 
@@ -69,7 +69,7 @@ def packed(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
 
 
 def sparse(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """With `LISTS`, whose first entries are one row twice, and which has entries that name nothing."""
+    """Arguments for `LISTS`, which begins with one row listed twice and has invalid entries."""
     return {
         "q": normal(4, 4, 32, dtype=dtype),
         "kv": normal(6, 2, 32, seed=1, dtype=dtype),
@@ -83,13 +83,13 @@ LENS = ints(6, 4, 0, 9)
 
 
 def biased(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """`packed` with a relative bias of fewer columns than there are distances."""
+    """`packed` with a relative bias that has fewer columns than there are distances."""
     wide = torch.promote_types(dtype, torch.float32)
     return packed(dtype) | {"relative_bias": normal(4, 3, seed=4, dtype=wide)}
 
 
 def own_bias(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """`packed` with a table of each query, wide enough for all distances."""
+    """`packed` with a relative bias for each query, wide enough for all distances."""
     wide = torch.promote_types(dtype, torch.float32)
     return packed(dtype) | {"relative_bias": normal(11, 4, 12, seed=4, dtype=wide)}
 
@@ -105,7 +105,7 @@ def select(tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def finite(results: Sequence[Tensor]) -> list[Tensor]:
-    """Results without the -inf of rows that see nothing, of which no finite difference can be had."""
+    """Results in which 0 replaces the -inf of rows that see nothing, because -inf has no finite differences."""
     return [torch.where(torch.isfinite(result), result, 0.0) for result in results]
 
 
@@ -116,7 +116,7 @@ def weighted(results: Sequence[Tensor]) -> Tensor:
 
 
 def gradients(results: Sequence[Tensor], tensors: dict[str, Tensor]) -> list[Tensor]:
-    """Of a sum that weights every element of the results differently."""
+    """The gradients of a sum that weights every element of the results differently."""
     return list(torch.autograd.grad(weighted(results), list(tensors.values())))
 
 
@@ -154,7 +154,7 @@ def test_sparse_prefill_passes_gradcheck(backend: str, deterministic: bool) -> N
 @pytest.mark.parametrize("arguments", DENSES.values(), ids=DENSES)
 @pytest.mark.parametrize("form", FORMS)
 def test_the_fallback_of_packed_attention_differentiates_itself_to_the_same(form: str, arguments: Function) -> None:
-    """What autograd makes of the plain operations that the fallback is written in is the gradient that is given."""
+    """Autograd through the plain torch operations of the fallback gives the same gradient as our operator."""
     tensors = arguments()
     given = tensors | {"cu_q_lens": EDGES[0], "cu_kv_lens": EDGES[1], "device": device_facts(torch.device("cpu"))}
     assert_close(*_twice("varlen_attention", given | FORMS[form], attend(tensors, **FORMS[form]), tensors))
@@ -169,14 +169,14 @@ def test_the_fallback_of_sparse_prefill_differentiates_itself_to_the_same() -> N
 def _twice(
     operation: str, arguments: dict[str, Any], ours: Sequence[Tensor], tensors: dict[str, Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients by our operator, and by autograd through the fallback's own operations."""
+    """The gradients of our operator, and those of autograd through the fallback's torch operations."""
     module = dispatch.load(operation, "eager")
     call = calls.CALLS[operation](**arguments)
     results = module.run(call, module.heuristic(call), LAUNCHER)
     return gradients(ours, tensors), gradients((results[0], results[-1]), tensors)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck's own reading of it
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck itself reads .grad
 def test_operators_pass_opcheck() -> None:
     tensors, latents = biased(torch.float32), sparse(torch.float32)
     out, lse = (result.detach() for result in attend(tensors))
@@ -223,7 +223,7 @@ def test_a_step_with_its_gradient_compiles_into_one_graph(compiler: str) -> None
     inputs = [*tensors.values(), latents["q"], latents["kv"]]
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         compiled = torch.compile(step, fullgraph=True, backend=compiler)
         got, want = (torch.autograd.grad(function(*inputs), inputs) for function in (compiled, step))
     assert_close(got, want, 1e-5)
@@ -238,7 +238,7 @@ def test_checkpoints_give_the_same(reentrant: bool) -> None:
             return tuple(finite(function(dict(zip(given, values, strict=True)))))
 
         again = checkpoint(segment, *given.values(), use_reentrant=reentrant)
-        if reentrant:  # which cannot be differentiated by torch.autograd.grad
+        if reentrant:  # torch.autograd.grad does not support reentrant checkpoints
             weighted(again).backward()
             got: list[Any] = [tensor.grad for tensor in given.values()]
         else:
@@ -248,7 +248,7 @@ def test_checkpoints_give_the_same(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("backend", PORTABLE)
 def test_each_result_and_each_argument_by_itself(backend: str) -> None:
-    """Only some of the arguments want a gradient, or only one of the results is used."""
+    """Gradients are right if only one argument needs a gradient and only one result is used."""
     for function, given in ((attend, own_bias()), (select, sparse())):
         whole = function(given, backend=backend)
         for name, tensor in given.items():
@@ -258,7 +258,7 @@ def test_each_result_and_each_argument_by_itself(backend: str) -> None:
                 if name in ("v", "sinks") and index == 1:
                     total = finite(results)[index].sum()
                     (got,) = torch.autograd.grad(total, tensor, allow_unused=True, materialize_grads=True)
-                    assert not got.any()  # the log-sum-exp knows neither
+                    assert not got.any()  # the log-sum-exp depends on neither
                     continue
                 (got,) = torch.autograd.grad(finite(results)[index].sum(), tensor)
                 (want,) = torch.autograd.grad(finite(whole)[index].sum(), tensor, retain_graph=True)
@@ -273,7 +273,7 @@ def test_the_largest_logit_is_a_constant() -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_max_logits_leave_the_gradients_as_they_are(compiled: bool) -> None:
-    """Those of out and of lse; the largest logits have none."""
+    """Requesting the largest logits, which have no gradient, leaves the gradients of out and lse unchanged."""
     given, varlen_attention = packed(), cast(Any, rt.varlen_attention)
 
     def attend_with(**requests: bool) -> Any:
@@ -326,7 +326,7 @@ def test_a_constant_bias_gets_no_gradient(compiled: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("of_queries", [True, False])
 def test_slopes_have_no_gradient(of_queries: bool) -> None:
-    """A slope is a constant, which torch would otherwise give the gradient None."""
+    """Slopes that require a gradient are refused; otherwise torch would silently give them the gradient None."""
     tensors = {name: tensor.detach().requires_grad_(of_queries) for name, tensor in packed().items()}
     slopes = normal(4, seed=5)
     said = "varlen_attention has no gradient with respect to alibi_slopes: expected alibi_slopes without one"
@@ -340,7 +340,7 @@ def test_slopes_have_no_gradient(of_queries: bool) -> None:
 def test_a_quantised_cache_has_no_gradient() -> None:
     kv = rt.quantize_mla_cache(normal(2, 3, 1, 576, dtype=torch.float32, grad=False), "fp8_v32")
     q = normal(4, 3, 576, dtype=torch.float32)
-    out, _, _ = rt.sparse_mla_prefill(q, kv, LISTS[:, :1])  # which works, for inference does not always say so
+    out, _, _ = rt.sparse_mla_prefill(q, kv, LISTS[:, :1])  # allowed, because inference may run without no_grad
     with pytest.raises(InvalidInput, match=r"expected kv\.dtype to be float32, got uint8"):
         out.sum().backward()
 
@@ -372,7 +372,7 @@ def test_the_gradient_runs_where_the_call_runs_if_it_can(monkeypatch: pytest.Mon
         return chosen[-1]
 
     assert ran("reference") == "varlen_attention_backward: reference"
-    assert ran(["cuda", "triton"]) == "varlen_attention_backward: triton"  # the first of them has no such operation
+    assert ran(["cuda", "triton"]) == "varlen_attention_backward: triton"  # `cuda` lacks this operation
     with ra.use_backend({"varlen_attention_backward": "reference"}):
         assert ran(None) == "varlen_attention_backward: reference"
         assert chosen[0] == "varlen_attention: numba"
@@ -402,7 +402,10 @@ def test_a_configured_backend_without_the_gradient_is_named() -> None:
 
 
 def test_the_gradient_runs_where_it_was_to_run_at_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a thread of autograd's own, which is in no block, and whatever is in force when it runs."""
+    """The gradient uses the backend that was requested at the time of the forward call.
+
+    This also holds in autograd's threads, which are in no `use_backend` block, and whatever block is active later.
+    """
     chosen: list[str] = []
     choose = dispatch.choose
     monkeypatch.setattr(
@@ -420,10 +423,10 @@ def test_the_gradient_runs_where_it_was_to_run_at_the_time_of_the_call(monkeypat
 
 
 @pytest.mark.parametrize("backend", PORTABLE)
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # which torch itself asks for
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch itself uses it
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "linearize", "dual"])
 def test_there_is_no_forward_mode(transform: str, backend: str) -> None:
-    """Where torch would let it pass with tangents of zero."""
+    """Forward-mode differentiation raises an error; otherwise torch would return tangents of zero."""
     tensors = {name: tensor.detach() for name, tensor in packed(torch.float32).items()}
 
     def function(q: Tensor) -> Tensor:
@@ -455,7 +458,7 @@ def test_autocast_stays_outside(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_the_gradient_of_a_sum_may_be_one_number_seen_everywhere(backend: str) -> None:
-    """`out.sum().backward()` hands on a gradient with strides of 0."""
+    """A gradient with strides of 0, which `out.sum().backward()` passes on, works."""
     for function, given in ((attend, packed(torch.float32)), (select, sparse(torch.float32))):
         out, _ = function(given, backend=backend)
         d_out = torch.ones_like(out)

@@ -1,4 +1,4 @@
-"""Attention over heads-first pages, and attention that writes new keys and values, under jax's own machinery."""
+"""Attention over heads-first pages, and attention that writes new keys and values, under jax's transformations."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def test_pages_that_jax_quantised_are_what_jax_makes_of_them(backend: str) -> No
 
 @pytest.mark.parametrize("quantized", [False, True])
 def test_the_cache_is_not_copied(quantized: bool) -> None:
-    """A gather of single rows is all that reads the pages: nothing of their size is computed."""
+    """The compiled decode only gathers single rows of the pages, and no temporary has the size of the cache."""
     many = 4096
     pages: Any = jax.ShapeDtypeStruct((K, many, G, D), jnp.int8 if quantized else jnp.bfloat16)
     if quantized:

@@ -1,4 +1,4 @@
-"""The suite catches wrong kernels over heads-first pages, and updates that write or see the wrong thing."""
+"""The suite catches wrong kernels over heads-first pages, and updates that write or read wrong slots."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from ragged_attention.testing.runner import Runner
 from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # mutants may produce NaN
 
 honest_decode, honest_prefill = decode.paged_attention, prefill.prefill_attention
 
@@ -60,7 +60,7 @@ def missing_pages_are_the_first(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def heads_and_pages_confused(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The pages taken for ones that lie [P, K, G, D]."""
+    """Pages whose memory is read as if their layout were [P, K, G, D]."""
 
     def confused(pages: Any) -> Any:
         if isinstance(pages, tuple):
@@ -102,7 +102,7 @@ def last_partial_page_dropped(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def given(honest: Function, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Function:
-    """The definition called with other arguments than it was given."""
+    """A mutant that calls the correct function `honest` with changed arguments."""
     return lambda **arguments: honest(**(arguments | change(arguments)))
 
 
@@ -131,7 +131,7 @@ def test_a_wrong_prefill_is_caught(plant: Callable[..., Runner], name: str) -> N
     assert any(failures(runner, heads_first_suite.agreement(), 200)), "no drawn batch caught it"
 
 
-# Mutants that a law, which asks no oracle, shows to be wrong; the law by the beginning of its name.
+# Mutants that a law catches without an oracle, with the beginning of the law's name.
 NOTICED = {
     "one_key_more": "heads-first pages are a matter of layout",
     "heads_and_pages_confused": "heads-first pages are a matter of layout",
@@ -157,21 +157,21 @@ Update = tuple[np.ndarray, np.ndarray, Any]
 
 
 class PagesAsGiven(Runner):
-    """Gives the pages back as they were."""
+    """A runner that returns the pages without the update."""
 
     def update(self, batch: Batch, new: WriteBatch, **options: Any) -> Update:
         return *super().update(batch, new, **options)[:2], batch.kv_pages
 
 
 class SeesTheOldPages(Runner):
-    """Writes after it has attended."""
+    """A runner that attends before it writes the new keys and values."""
 
     def update(self, batch: Batch, new: WriteBatch, **options: Any) -> Update:
         return *self.run("ragged_paged_attention", batch, return_lse=True), super().update(batch, new, **options)[2]
 
 
 class WritesOneSlotTooMany(Runner):
-    """Rounds what it copies up, and writes the neighbour of the last slot as well."""
+    """A runner that also writes the slot next to the last one, as a copy with a rounded-up size would."""
 
     def update(self, batch: Batch, new: WriteBatch, **options: Any) -> Update:
         out, lse, pages = super().update(batch, new, **options)

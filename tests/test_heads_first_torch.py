@@ -1,4 +1,4 @@
-"""Attention over heads-first pages, and attention that writes new keys and values, as torch itself sees them."""
+"""Attention over heads-first pages, and attention that writes new keys and values, under torch's own machinery."""
 
 import collections
 import warnings
@@ -144,7 +144,7 @@ def test_a_step_that_writes_compiles_into_one_graph(pair: bool, compiler: str) -
     torch._dynamo.reset()
     eager, traced = step_inputs(pair), step_inputs(pair)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         compiled = torch.compile(step, fullgraph=True, backend=compiler)
         for got, want in zip(compiled(**traced)[:2], step(**eager)[:2], strict=True):
             torch.testing.assert_close(got, want)

@@ -1,4 +1,4 @@
-"""Several KV heads in one program of the CPU kernels: the results are those of programs of one head, bit for bit."""
+"""A program of the CPU kernels with several KV heads gives the same bits as programs with one head each."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ from ragged_attention.torch import quantize_kv, ragged_paged_attention  # noqa: 
 from tests.test_kernels_numba import with_threads  # noqa: E402
 
 HEAD_DIM, PAGE_SIZE = 32, 16
-# Decodes, drafts, a prompt whose block has too many rows to share a program, and a sequence that is split.
+# (query length, KV length): decodes, drafts, a prompt with too many rows for a shared program, and a split sequence.
 LENS = [(1, 1), (1, 40), (3, 3), (40, 90), (1, 1500), (4, 33), (0, 8), *[(1, 17 + step) for step in range(18)]]
 
 
 def batch(heads: int, group: int, dtype: Any, cache: str) -> dict[str, Any]:
-    """A call with `heads` KV heads; what no sequence has is NaN where the cache can hold it, and a page is missing."""
+    """A call with `heads` KV heads and one invalid page; unused slots are NaN if the cache's dtype has NaN."""
     generator = torch.Generator().manual_seed(heads + group)
     used = [-(-keys // PAGE_SIZE) for _, keys in LENS]
     order, table = torch.randperm(sum(used), generator=generator).int(), torch.full((len(LENS), max(used)), -1).int()
@@ -40,7 +40,7 @@ def batch(heads: int, group: int, dtype: Any, cache: str) -> dict[str, Any]:
     else:
         zero: Any = (
             "stored" if cache == "int4_token_head" else None
-        )  # no integer, so some of it remains to be subtracted
+        )  # the zero point is not an integer, so a fraction of it must still be subtracted
         (k, k_scales), (v, v_scales) = (quantize_kv(rows, cache, zero=zero) for rows in (k, v))
         given = {"k_scale_pages": k_scales, "v_scale_pages": v_scales}
     edges = torch.tensor([0, *(tokens for tokens, _ in LENS)]).cumsum(0).int()
@@ -51,7 +51,7 @@ def batch(heads: int, group: int, dtype: Any, cache: str) -> dict[str, Any]:
 
 
 def masks(call: dict[str, Any], name: str) -> dict[str, Any]:
-    """What a mask or a bias adds to a call."""
+    """The arguments that a mask or a bias adds to a call."""
     tokens, q_heads, _ = call["q"].shape
     generator = torch.Generator().manual_seed(1)
     if name == "ranges":
@@ -82,7 +82,7 @@ def test_heads_that_share_a_program_change_no_bit(heads: int, group: int, dtype:
     for ours, each in zip(together, alone, strict=True):
         assert torch.equal(ours.isnan(), each.isnan())
         assert torch.equal(ours.nan_to_num(), each.nan_to_num())
-    if dtype == torch.float32:  # the suite judges how bfloat16 rounds
+    if dtype == torch.float32:  # the suite checks the rounding of bfloat16
         expected = ragged_paged_attention(**call, backend="reference")
         assert agrees(together[0], expected[0], "float32")
         assert agrees(together[1], expected[1], "lse float32")

@@ -1,6 +1,6 @@
-"""The lightning indexer as torch and jax themselves see it: operators, compilation, strides, writing in place.
+"""The lightning indexer under the machinery of torch and jax: operators, compilation, strides and writes in place.
 
-Data are small whole numbers, so that logits are exact and every backend must give the same.
+Data are small whole numbers, so that logits are exact and all backends must give equal results.
 """
 
 import functools
@@ -43,14 +43,14 @@ def whole(*shape: int) -> torch.Tensor:
 
 
 def pages_of_bytes(num_pages: int = P) -> torch.Tensor:
-    """Pages whose keys are whole numbers up to 3, each with a scale of a power of two."""
+    """Pages of bytes whose keys are small whole numbers, each key with a scale that is a power of two."""
     values = whole(num_pages, G * D).to(torch.float8_e4m3fn).view(torch.uint8)
     scales = (2.0 ** whole(num_pages, G)).view(torch.uint8)
     return torch.cat((values, scales), 1).view(num_pages, G, 1, D + 4)
 
 
 def inputs(kind: str, operation: str = "indexer_logits") -> dict[str, Any]:
-    """Arguments of a call on torch tensors."""
+    """The arguments of a call, as torch tensors."""
     given: dict[str, Any] = {"q": whole(T, H, D), "weights": whole(T, H)}
     if kind == "packed":
         given |= {"keys": whole(11, D), "key_scale": 2.0 ** whole(11)}
@@ -77,7 +77,7 @@ def check_operator(operation: str, *arguments: Any, **named: Any) -> None:
 @EACH_KIND
 @INDEXERS
 def test_indexers_pass_opcheck(operation: str, kind: str) -> None:
-    # Not e4m3, with which torch's own comparison cannot calculate.
+    # q is not e4m3, because torch's comparison does not support it.
     check_operator(operation, **inputs(kind, operation) | {"q": whole(T, H, D)})
 
 
@@ -88,7 +88,7 @@ def test_the_others_pass_opcheck() -> None:
 
 
 def engine_step(q: Any, new: Any, weights: Any, cache: Any, slots: Any, tables: Any) -> Any:
-    """Writing, choosing, and slots for the attention."""
+    """A step of an engine: write the new keys, select keys and convert them to slots for attention."""
     rt.write_indexer_cache(new, cache, slots, backend="eager")
     values, scales = rt.quantize_indexer_keys(q.flatten(0, 1), backend="eager")
     shared: dict[str, Any] = {
@@ -115,13 +115,13 @@ def step_inputs(tokens: int) -> list[Any]:
 def test_a_whole_step_compiles_into_one_graph(compiler: str, dynamic: bool | None) -> None:
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         compiled: Any = torch.compile(engine_step, fullgraph=True, backend=compiler, dynamic=dynamic)
         for tokens in (7,) if dynamic is None else (7, 8):
             plain, traced = step_inputs(tokens), step_inputs(tokens)
             for want, got in zip(engine_step(*plain), compiled(*traced), strict=True):
                 assert torch.equal(got, want)
-            assert torch.equal(traced[3], plain[3])  # the cache, written in place
+            assert torch.equal(traced[3], plain[3])  # the cache is written in place
 
 
 @EACH_KIND
@@ -153,7 +153,7 @@ def test_fake_tensors_of_the_others() -> None:
 def test_a_choice_has_no_gradient(name: str) -> None:
     given = inputs("packed")
     given[name].requires_grad_()
-    assert not call("indexer_topk", given, top_k=3).requires_grad  # whole numbers end the graph
+    assert not call("indexer_topk", given, top_k=3).requires_grad  # indices are integers and have no gradient
 
 
 def test_scales_have_no_gradient() -> None:
@@ -183,7 +183,7 @@ def test_inference_mode_writes_in_place() -> None:
 @INDEXERS
 @pytest.mark.parametrize("count", [0, 2, 3])
 def test_how_many_sequences_live_may_be_a_number_or_an_array(operation: str, count: int) -> None:
-    """What stands behind them in the tables is not read."""
+    """`num_seqs` may be a number or an array, and the table entries after these sequences are never read."""
     given = inputs("bytes", operation)
     for name, table in TABLES.items():
         given[name][count + (name == "cu_q_lens") :] = 2**31 - 1 if name == "page_indices" else -5
@@ -194,11 +194,11 @@ def test_how_many_sequences_live_may_be_a_number_or_an_array(operation: str, cou
             assert torch.equal(call(operation, given, backend, num_seqs=form), want)
 
 
-# ---- operands as they may lie
+# ---- layouts of operands
 
 
 def rows_apart(pages: torch.Tensor) -> torch.Tensor:
-    """The same pages of bytes with room between the rows of a page."""
+    """A copy of pages of bytes with a gap between the rows of a page."""
     room = torch.zeros(*pages.shape[:3], pages.shape[3] + 8, dtype=torch.uint8)
     return room[..., : pages.shape[3]].copy_(pages)
 
@@ -220,7 +220,7 @@ def test_a_page_of_bytes_with_rows_apart_is_not_written() -> None:
 
 @INDEXERS
 def test_pages_of_one_key_are_packed_however_they_lie(operation: str) -> None:
-    """Their only row has a stride that says nothing."""
+    """Pages of one key may have any row stride."""
     whole_pages = pages_of_bytes().flatten(1)
     packed = torch.cat((whole_pages[:, :D], whole_pages[:, G * D : G * D + 4]), 1).view(P, 1, 1, D + 4)
     apart = rows_apart(packed)
@@ -302,7 +302,7 @@ def jax_call(operation: str, kind: str, backend: str = "xla", **changes: Any) ->
 @EACH_KIND
 @INDEXERS
 def test_jit(operation: str, kind: str) -> None:
-    """All arrays traced; the same as torch has."""
+    """With all arrays traced, jax's results equal torch's."""
     given = {name: as_jax(value) for name, value in inputs(kind, operation).items()}
     arrays = {name: value for name, value in given.items() if isinstance(value, jax.Array)}
     static = {name: value for name, value in given.items() if name not in arrays}
@@ -335,7 +335,7 @@ def test_vmap_over_what_is_written_and_chosen() -> None:
 
 
 def test_a_scan_over_layers() -> None:
-    """Each layer has a cache of its own, and writes and chooses in it."""
+    """A scan over layers works, in which each layer writes to its own cache and selects from it."""
     caches = jnp.stack([as_jax(pages_of_bytes()), as_jax(pages_of_bytes().roll(1, 0))])
     k, slots = as_jax(whole(3, D)), jnp.asarray([1, 17, 20], jnp.int32)
 
@@ -356,7 +356,7 @@ def test_a_scan_over_layers() -> None:
 
 
 def test_a_donated_cache_is_written_in_place() -> None:
-    """The compiled write keeps no second cache."""
+    """A compiled write to a donated cache allocates no second cache."""
     cache = jnp.zeros((512, 8, 1, D + 4), jnp.uint8)
     k, slots = as_jax(whole(4, D)), jnp.asarray([5, -1, 4095, 4096], jnp.int32)
     write = functools.partial(rj.write_indexer_cache, backend="xla")
@@ -380,7 +380,7 @@ def test_how_many_sequences_live_may_be_traced(operation: str, count: int) -> No
 
 
 def test_what_is_not_seen_is_minus_infinity_for_both() -> None:
-    """The last token belongs to no sequence, and a page of -1 to none."""
+    """Logits are -inf for a token without a sequence, and for keys in a page of index -1."""
     logits = np.asarray(jax_call("indexer_logits", "plain"))
     assert np.isneginf(logits[6]).all()
     assert np.isneginf(logits[3:6, :4]).all()
@@ -388,7 +388,10 @@ def test_what_is_not_seen_is_minus_infinity_for_both() -> None:
 
 
 def test_the_indexer_lowers_to_triton_for_cuda_where_every_number_is_a_constant() -> None:
-    """As jax-triton passes them: the kernel that computes logits in tiles, the one that walks, and the selection."""
+    """The indexer lowers to Triton for CUDA with all numbers as constants, as jax-triton passes them.
+
+    There are kernels for tiles of logits, for the logits of few rows, and for the selection.
+    """
     on_gpu, on_cpu = triton_kernels("indexer")
     assert on_gpu >= 6
     assert on_cpu == 0

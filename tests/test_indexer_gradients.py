@@ -1,4 +1,4 @@
-"""The gradient of the indexer's logits: the definition against torch's, and both frameworks' differentiation."""
+"""The gradient of the indexer's logits: the reference agrees with autograd, and both frameworks differentiate it."""
 
 import warnings
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def in_torch(form: str) -> dict[str, Any]:
 
 
 def by_formula(q: Any, keys: Any, weights: Any, form: str) -> Any:
-    """All logits [T, columns] by the formula in plain torch, and a mask of those that tokens see."""
+    """All logits [T, columns] by the formula in plain torch, and the mask of those that tokens see."""
     logits = torch.einsum("th,thn->tn", weights, torch.relu(torch.einsum("thd,nd->thn", q, keys)))
     logits = logits * torch.from_numpy(scales()).to(logits.dtype)
     given = form_of(form)
@@ -123,12 +123,12 @@ def test_torch_differentiates_it(form: str, backend: str | None) -> None:
 
 
 def test_a_loss_over_every_logit_works() -> None:
-    """What softmax gives for logits of -inf does not matter, not even NaN in rows without keys."""
+    """A loss over all logits works: gradients at logits of -inf are ignored, even NaN in rows without keys."""
     given = tensors()
     logits = rt.indexer_logits(**given, **in_torch("lists"))
     gradients = torch.autograd.grad(logits.softmax(-1).nan_to_num().square().sum(), [*given.values()])
     assert all(gradient.isfinite().all() for gradient in gradients)
-    assert not gradients[0][2].any()  # its list is empty
+    assert not gradients[0][2].any()  # token 2 has an empty list
 
 
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
@@ -141,7 +141,7 @@ def test_a_step_with_its_gradient_compiles_into_one_graph(compiler: str) -> None
 
     torch._dynamo.reset()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of its own parts
+        warnings.simplefilter("ignore")  # torch warns about its own internals
         compiled = torch.compile(step, fullgraph=True, backend=compiler)
         got, want = (torch.autograd.grad(run(*given.values()), [*given.values()]) for run in (compiled, step))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
@@ -224,4 +224,4 @@ def test_results_have_the_dtypes_of_their_inputs(dtype: str) -> None:
         found = rt.indexer_logits_backward(d_logits, **given, **in_torch("lists"), backend=backend)
         assert [each.dtype for each in found] == [given["q"].dtype, given["q"].dtype, torch.float32]
         assert [each.shape for each in found] == [given[name].shape for name in NAMES]
-        assert not found[1][4].any()  # no list names it
+        assert not found[1][4].any()  # no list names key 4

@@ -1,4 +1,4 @@
-"""The suite catches a wrong indexer: definitions with one planted fault each."""
+"""The suite catches wrong indexers: variants of the reference with one planted fault each."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ from ragged_attention.testing.runner import Runner
 from tests.planting import Function, failures
 
 pytest.importorskip("torch", reason="the mutants run through the torch front end")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NaN where a mutant lets it through
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # mutants may produce NaN
 
 honest_logits, honest_topk = logits_module.indexer_logits, topk_module.indexer_topk
 honest_gradient, honest_lists = gradient_module.indexer_logits_backward, pieces.seen_of_lists
@@ -33,7 +33,7 @@ honest_pages, honest_ranges = pieces.seen_in_pages, pieces.seen_of_ranges
 
 
 def given(**change: Callable[[Any], Any]) -> Function:
-    """The logits of arguments that are each made from the one given."""
+    """A mutant that computes the logits of arguments that are changed by the given functions."""
     return lambda q, keys, weights, **others: honest_logits(
         **{name: change.get(name, lambda value: value)(value)
            for name, value in {"q": q, "keys": keys, "weights": weights, **others}.items()}
@@ -41,7 +41,7 @@ def given(**change: Callable[[Any], Any]) -> Function:
 
 
 def with_seen(change: Callable[[Any], Any], which: str = "both") -> Function:
-    """The logits where what a token sees is changed."""
+    """A mutant that computes logits with a changed set of visible keys."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         patches: dict[str, Any] = {
@@ -121,7 +121,7 @@ LOGITS: dict[str, Function] = {
 
 
 def listed(change: Callable[[Any], Any]) -> Function:
-    """The logits of other lists."""
+    """A mutant that computes the logits of changed lists."""
 
     def mutant(*arguments: Any, indices: Any = None, **keywords: Any) -> Any:
         indices = None if indices is None else change(np.asarray(indices))
@@ -141,7 +141,7 @@ LISTED: dict[str, Function] = {
 
 
 def reference_with_seen(module: Any, honest: Function, change: Callable[[Any], Any]) -> Function:
-    """The function of a module of the reference where what a token sees is changed."""
+    """A mutant of a function of a reference module with a changed set of visible keys."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         patches: dict[str, Any] = {
@@ -159,7 +159,7 @@ def gradient_with_seen(change: Callable[[Any], Any]) -> Function:
 
 
 def gradient_with(index: int, change: Callable[[Any], Any]) -> Function:
-    """The gradient where one result is made from the one that is right."""
+    """A mutant of the gradient that changes one of the results."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         results = list(honest_gradient(*arguments, **keywords))
@@ -170,7 +170,7 @@ def gradient_with(index: int, change: Callable[[Any], Any]) -> Function:
 
 
 def derivative_at_zero_is_one(d_logits: Any, q: Any, keys: Any, weights: Any, **others: Any) -> Any:
-    """As relu of a tiny number more than each product."""
+    """A mutant in which relu's derivative at 0 is 1, because each product is increased by a tiny number."""
     q = np.concatenate([np.asarray(q, np.float64), np.full((*np.shape(q)[:2], 16), 1e-9)], axis=2)
     keys = np.concatenate([np.asarray(keys, np.float64), np.ones((len(keys), 16))], axis=1)
     d_q, d_keys, d_weights = honest_gradient(d_logits, q, keys, weights, **others)
@@ -264,7 +264,7 @@ TARGETS: dict[str, Function] = {
 
 
 def largest_with(operation: str, change: Callable[[Any, int], Any]) -> Function:
-    """An operation that selects in another way."""
+    """A mutant of an operation with another selection of the largest logits."""
 
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         with mock.patch.object(select_module, "largest", change), mock.patch.object(topk_module, "largest", change):
@@ -308,7 +308,7 @@ def in_order_of_logits(logits: Any, top_k: int) -> Any:
 
 
 def of_upper_bits(logits: Any, top_k: int) -> Any:
-    """What a radix selection gives that stops too early."""
+    """The selection of a radix sort that compares only the upper 16 bits."""
     bits = np.ascontiguousarray(logits, np.float32).view(np.uint32) & 0xFFFF0000
     return honest_largest(bits.view(np.float32).astype(np.float64), top_k)
 
@@ -365,19 +365,22 @@ def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, power_of_two: bo
     return np.concatenate([values, scales], axis=-1).reshape(new.shape)
 
 
-# What 120 drawn calls need not show: it takes a table that looks longer than it is, or logits that nearly tie.
+# Mutants that 120 random calls may miss: they need a table with more sequences than live ones, or nearly equal logits.
 RARE = {"num_seqs_is_ignored", "of_upper_bits", "negative_zero_is_less"}
 
 
 def caught(runner: Runner, words: tuple[str, ...], name: str = "") -> None:
-    """Both the named calls and the drawn ones of an operation, by words in their names, must show the fault."""
+    """Assert that corners and random calls show the fault, among those whose names begin with one of `words`.
+
+    For mutants in RARE, corners suffice.
+    """
     for group in (corners,) if name in RARE else (corners, agreement):
         chosen = [check for check in group() if check.name.startswith(words)]
         assert any(failures(runner, chosen, 120)), f"no check of {group.__name__} caught it"
 
 
 def test_the_honest_backend_passes(plant: Callable[..., Runner]) -> None:
-    """The positive control: planted without a fault, nothing fails."""
+    """A planted backend without a fault passes all checks."""
     assert list(failures(plant(), (*corners(), *agreement(), *laws()), 4)) == []
 
 
@@ -410,7 +413,7 @@ def test_a_wrong_selection_is_caught(plant: Callable[..., Runner], name: str, op
 
 
 def test_an_order_of_zeros_is_caught(plant: Callable[..., Runner]) -> None:
-    """Only the selection alone is given both zeros for sure."""
+    """A selection that orders -0 before 0 is caught by the checks of `top_k_indices`, which always get both zeros."""
     mutant = largest_with("top_k_indices", negative_zero_is_less)
     caught(plant(top_k_indices=mutant), ("indexer selection",), negative_zero_is_less.__name__)
 

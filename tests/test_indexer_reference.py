@@ -1,4 +1,4 @@
-"""The definition of the indexer, held to formulas of its own, to cases worked out by hand and to other formats."""
+"""The indexer's reference agrees with separate formulas, with results worked out by hand and across cache formats."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 
 
 def by_hand(q: Any, keys: Any, weights: Any) -> np.ndarray:
-    """Every query with every key, one number after the other."""
+    """The logits of every query with every key, computed with scalar loops."""
     logits = np.zeros((len(q), len(keys)))
     for token, heads in enumerate(q):
         for row, key in enumerate(keys):
@@ -31,7 +31,7 @@ def by_hand(q: Any, keys: Any, weights: Any) -> np.ndarray:
 
 
 def bytes_of(values: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Pages of bytes, byte by byte: the values of all keys of a page, then their scales."""
+    """Pages of bytes: the values of all keys of a page, followed by their scales."""
     pages = []
     for codes, factors in zip(values.astype(ml_dtypes.float8_e4m3fn), scales.astype("<f4"), strict=True):
         pages.append(np.frombuffer(codes.tobytes() + factors.tobytes(), np.uint8))
@@ -49,7 +49,10 @@ def test_the_score_is_the_formula() -> None:
 
 
 def test_queries_see_up_to_their_own_token_in_pages() -> None:
-    """A sequence of 7 tokens, of which the last 3 are queries, in pages 2 and 0; and one of 1."""
+    """Queries see the keys up to their own token.
+
+    One sequence has 7 tokens in pages 2 and 0, of which the last 3 are queries. The other has 1 token.
+    """
     keys = RNG.standard_normal((3, 4, 16))
     q, weights = RNG.standard_normal((4, 2, 16)), RNG.standard_normal((4, 2))
     tables: dict[str, Any] = {"page_indices": ints([2, 0], [1, 77]), "kv_lens": ints(7, 1), "cu_q_lens": ints(0, 3, 4)}
@@ -64,14 +67,17 @@ def test_queries_see_up_to_their_own_token_in_pages() -> None:
 
 @pytest.mark.parametrize(("position", "seen"), [(0, 0), (2, 0), (3, 1), (6, 1), (7, 2), (11, 3)])
 def test_a_compressed_row_is_seen_once_its_last_token_is(position: int, seen: int) -> None:
-    """With a ratio of 4 row j stands for the tokens 4 j to 4 j + 3."""
+    """With a ratio of 4, row j holds tokens 4 j to 4 j + 3 and is visible from token 4 j + 3 on."""
     tables: dict[str, Any] = {"page_indices": ints([0]), "kv_lens": ints(position + 1), "cu_q_lens": ints(0, 1)}
     logits = indexer_logits(np.ones((1, 1, 16)), np.ones((1, 8, 16)), np.ones((1, 1)), ratio=4, **tables)
     assert (logits[0] != -INF).sum() == seen
 
 
 def test_a_full_table_has_room_for_tokens_without_a_row() -> None:
-    """A page of 2 rows holds 4 tokens, and a fifth has no row yet. So the first query is token 3, which sees both."""
+    """With a ratio of 2, a page of 2 rows holds 4 tokens, and a fifth token has no row yet.
+
+    Therefore the first of two queries is token 3, which sees both rows.
+    """
     tables: dict[str, Any] = {"page_indices": ints([0]), "kv_lens": ints(5), "cu_q_lens": ints(0, 2)}
     logits = indexer_logits(np.ones((2, 1, 16)), np.ones((1, 2, 16)), np.ones((2, 1)), ratio=2, **tables)
     np.testing.assert_array_equal(logits, np.full((2, 2), 16.0))
@@ -119,7 +125,10 @@ def test_ties_go_to_the_larger_column() -> None:
 
 
 def test_candidates_are_a_set_of_blocks() -> None:
-    """Keys 0 to 9 with logits 0 to 9 in blocks of 3; the last block is short."""
+    """Candidate blocks are a set: order, repetitions and invalid entries do not matter.
+
+    The keys 0 to 9 have logits 0 to 9, in blocks of 3; the last block is short.
+    """
     q, keys = np.eye(16)[None, :1], np.zeros((10, 16))
     keys[:, 0] = np.arange(10)
     call: dict[str, Any] = {"starts": ints(0), "stops": ints(10), "candidate_block_size": 3}

@@ -1,4 +1,4 @@
-"""The backend for tpu-inference: how it is registered, what it refuses, and its numbers against dense attention."""
+"""The backend for tpu-inference: its registration, its refusals, and its agreement with dense attention."""
 
 import dataclasses
 import importlib.metadata
@@ -35,7 +35,7 @@ SCALE = fakes.HEAD_DIM**-0.5
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    """tpu-inference 0.32 as far as the stand-ins go; its module of backends."""
+    """The backend module of a fake tpu-inference 0.32."""
     monkeypatch.syspath_prepend(fakes.installed(tmp_path, "0.32.0"))
     made = fakes.modules()
     for name, module in made.items():
@@ -44,7 +44,7 @@ def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def vllm_path() -> str:
-    """Where vLLM looks for the backend."""
+    """The path under which vLLM looks for the backend."""
     return sys.modules[REGISTRY].AttentionBackendEnum.__members__["RAGGED"].get_path()
 
 
@@ -119,7 +119,7 @@ def test_other_versions(host, monkeypatch, tmp_path, caplog, version):
     monkeypatch.syspath_prepend(fakes.installed(folder, version))
     with pytest.raises(ImportError, match=rf"expected tpu-inference >= 0\.32, < 0\.33, the version .*, got {version}$"):
         tpu_inference.register()
-    tpu_inference.plugin()  # vLLM starts all the same
+    tpu_inference.plugin()  # does not raise, so vLLM still starts
     assert not host._REGISTERED_BACKENDS
     assert caplog.messages[0].startswith("--attention-backend ragged is not available: expected tpu-inference >= 0.32")
 
@@ -286,7 +286,10 @@ def test_a_host_without_the_kernel_of_latent_attention(host, monkeypatch):
     ("float32", "float32"), ("bfloat16", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e4m3fn"),
 ])  # fmt: skip
 def test_a_mixed_batch_of_latent_attention(host, q_dtype, kv_dtype):
-    """As the host's layers call it: sizes that were tuned for its own kernel, quantised queries among the rest."""
+    """A mixed batch of latent attention works as the host's layers call it.
+
+    They pass block sizes that are tuned for the host's kernel, and some pass quantised queries.
+    """
     tpu_inference.register(mla=True)
     batch, latent, rotary = fakes.batch_of(MIXED), 48, 16
     scales = {} if kv_dtype == "float32" else {"q_scale": 0.5, "k_scale": 0.4, "v_scale": 0.7}
@@ -307,7 +310,9 @@ def test_a_mixed_batch_of_latent_attention(host, q_dtype, kv_dtype):
     q[:, :, :latent], q[:, :, 128 : 128 + rotary] = arrays[0].swapaxes(0, 1), arrays[1]
     new = np.zeros((tokens, 1, 256), np.float32)
     new[:, 0, :latent], new[:, 0, 128 : 128 + rotary] = arrays[2], arrays[3]
-    both = np.repeat(np.asarray(rows, np.float32)[:, :, None], 2, axis=2)  # of `written`, as keys and as values
+    both = np.repeat(
+        np.asarray(rows, np.float32)[:, :, None], 2, axis=2
+    )  # `written` takes the rows both as keys and as values
     want = fakes.written(dataclasses.replace(batch, k=new, v=new, cache=both))
     with use_backend("xla"):
         out, cache = fakes.mla_layer(sys.modules[INTERFACE], batch, arrays, fakes.mesh_of(), **scales)
@@ -323,7 +328,7 @@ def test_a_mixed_batch_of_latent_attention(host, q_dtype, kv_dtype):
 
 
 class Axes:
-    """A mesh, as far as refusals look at it."""
+    """A fake mesh with the attribute that the refusals read."""
 
     def __init__(self, **shape: int) -> None:
         self.shape = shape

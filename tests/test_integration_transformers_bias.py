@@ -1,4 +1,4 @@
-"""Biases of positions in transformers as tables by distance of our operations: t5, its relatives and inkling."""
+"""Position biases in transformers as our tables of biases by distance: t5, its relatives and inkling."""
 
 import os
 from typing import Any
@@ -20,7 +20,7 @@ from tests.with_transformers import registered as registered  # noqa: E402
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 
-# Distances reach beyond the last bucket.
+# The sequences have distances beyond the last bucket.
 T5 = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
       "relative_attention_num_buckets": 8, "relative_attention_max_distance": 6, "dropout_rate": 0.0,
       "pad_token_id": 0, "decoder_start_token_id": 0}  # fmt: skip
@@ -54,7 +54,7 @@ def tiny(kind: str, **changes: Any) -> Any:
 
 
 def inkling(kind: str) -> Any:
-    """A random model with a bias of each query; inkling2 has sinks of each query, too."""
+    """A random model with a bias for each query; inkling2 also has sinks for each query."""
     name = kind.capitalize()
     config = getattr(transformers, f"{name}TextConfig")(
         vocab_size=64, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
@@ -100,10 +100,10 @@ def assert_none_dense() -> None:
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_a_bias_by_distance_runs_by_our_operations(kind: str, padded: str) -> None:
     model, shown = tiny(kind), padding(padded)
-    is_judged = kind == "pix2struct"  # a decoder, which is padded itself
+    is_judged = kind == "pix2struct"  # this decoder's own queries are padded
     expected = logits(model, "eager", shown)
     assert_close(logits(model, ragged.NAME, shown), expected, shown if is_judged else None)
-    if kind != "switch_transformers":  # whose encoder makes its own mask
+    if kind != "switch_transformers":  # its encoder makes its own mask
         assert_none_dense()
 
 
@@ -119,7 +119,7 @@ def test_a_bias_of_each_query_runs_by_our_operations(kind: str, padded: str) -> 
 @pytest.mark.parametrize("kind", ["t5", "umt5", "longt5", "inkling", "inkling2"])
 def test_generation_has_the_tokens_of_eager(kind: str, cache: str | None) -> None:
     if kind in QUERIES and cache:
-        return  # transformers' own attention fails there
+        return  # transformers' own attention fails in this case
     model, shown = inkling(kind) if kind in QUERIES else tiny(kind), padding("left")
 
     def generated(name: str) -> Any:
@@ -217,9 +217,7 @@ def test_checkpoints_have_the_gradients_of_eager(kind: str, reentrant: bool) -> 
     expected = gradients(model, "eager")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
     assert_same_gradients(gradients(model, ragged.NAME), expected)
-    assert ("dense" in ragged.explain()) is (
-        kind == "t5" and reentrant
-    )  # the layers of umt5 make their bias themselves
+    assert ("dense" in ragged.explain()) is (kind == "t5" and reentrant)  # each layer of umt5 computes its own bias
 
 
 def test_compiled_models_are_computed_with_numbers() -> None:
@@ -242,7 +240,7 @@ def test_compiled_models_are_computed_with_numbers() -> None:
 
 
 def bias(q_len: int = 4, kv_len: int = 9, first: Any = 5, trained: bool = False) -> Any:
-    """A bias of t5 whose buckets end at a distance of 6."""
+    """A bias of t5 whose last bucket begins at a distance of 6."""
     model = tiny("t5")
     model.set_attn_implementation(ragged.NAME)
     model.requires_grad_(trained)
@@ -303,7 +301,7 @@ class Layer(torch.nn.Module):
 
 
 def judged(q_len: int, kv_len: int, given: Any, mask: Any = None, reason: str = "", **others: Any) -> None:
-    """The result of a layer's call is that of numbers, and is computed densely only for the reason, if there is one."""
+    """Assert that a layer's call has the result of an explicit bias, and that it is dense only for the given reason."""
     query, key, value = random(3, 4, q_len, 16), random(3, 2, kv_len, 16, seed=1), random(3, 2, kv_len, 16, seed=2)
     found, _ = attention(Layer(), query, key, value, mask, position_bias=given, **others)
     shown = torch.zeros(1, 1, 1, kv_len) if mask is None else mask + 0
@@ -373,13 +371,13 @@ def test_packed_sequences_keep_their_distances() -> None:
     assert "since it has a bias of positions between other sequences" in ragged.explain()
 
 
-# ---- sinks of each query
+# ---- sinks for each query
 
 
 @pytest.mark.parametrize("padded", ["none", "left", "holes"])
 @pytest.mark.parametrize("q_len", [1, 13])
 def test_sinks_of_each_query(q_len: int, padded: str) -> None:
-    """By our operations, and densely if weights are dropped."""
+    """Sinks for each query are computed by our operations, or densely if weights are dropped."""
     shown = padding(padded)
     mask = _masks.mask(3, q_len, 13, 13 - q_len, attention_mask=shown)
     query, key, value = random(3, 4, q_len, 16), random(3, 2, 13, 16, seed=1), random(3, 2, 13, 16, seed=2)

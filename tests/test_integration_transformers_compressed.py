@@ -1,4 +1,4 @@
-"""Compressed attention of transformers (deepseek_v4), whose keys are its values, on our operations."""
+"""Compressed attention of transformers (deepseek_v4), in which keys are also values, on our operations."""
 
 import copy
 from typing import Any
@@ -14,10 +14,10 @@ from ragged_attention.integrations.transformers._attention import attention  # n
 from tests.with_transformers import padding  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
-# Warnings of transformers about itself.
+# Ignore warnings of transformers about itself.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 ROWS, LENGTH, NEW = 3, 13, 10
-# Each kind of layer, the last one twice; windows, rates and lists are shorter than the sequences.
+# Every kind of layer, the last kind twice. Windows, compression rates and lists are shorter than the sequences.
 CONFIG: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4,
     "head_dim": 32, "partial_rotary_factor": 0.25, "q_lora_rank": 16, "o_groups": 2, "o_lora_rank": 8,
@@ -94,14 +94,17 @@ def test_generated_tokens_are_those_of_eager(model: Any, kind: str, options: dic
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 def test_logits_are_those_of_eager_at_padding_too(model: Any, kind: str) -> None:
-    """Compressed keys are pooled from what padding has attended to."""
+    """Logits equal eager's at padding too, because padding's outputs are pooled into compressed keys."""
     found, expected = (logits(model, name, attention_mask=padding(kind)) for name in (ragged.NAME, "eager"))
     expect_close(found, expected)
     assert "dense" not in ragged.explain()
 
 
 def test_a_prompt_in_pieces(model: Any) -> None:
-    """Whose lengths are no multiples of the rates, so that the cache keeps tokens for the next window."""
+    """A prompt in pieces works if their lengths are not multiples of the compression rates.
+
+    The cache then holds tokens for the next window.
+    """
     found: dict[str, list[Any]] = {ragged.NAME: [], "eager": []}
     for name, parts in found.items():
         model.set_attn_implementation(name)
@@ -137,11 +140,11 @@ def random(*shape: int, seed: int) -> Any:
 
 ROWS_OF_KEYS = random(2, 1, 5, 32, seed=1)
 SHOWN = random(2, 1, 5, 5, seed=2) < 0.3
-SHOWN[1, 0, 2] = False  # a query that sees nothing
+SHOWN[1, 0, 2] = False  # this query sees nothing
 
 
 def shared(mask: Any = SHOWN, value: Any = ROWS_OF_KEYS, **named: Any) -> tuple[Any, bool]:
-    """Attention of a layer whose keys are its values, and whether it was by lists."""
+    """The attention of a layer whose keys are also its values, and whether it ran over lists of keys."""
     _calls.calls.clear()
     out, _ = attention(torch.nn.Module(), random(2, 3, 5, 32, seed=3), ROWS_OF_KEYS, value, mask, **named)
     return out, "mla" in ragged.explain()
@@ -150,7 +153,7 @@ def shared(mask: Any = SHOWN, value: Any = ROWS_OF_KEYS, **named: Any) -> tuple[
 def test_what_lists_do_not_take_is_computed_densely() -> None:
     expected, by_lists = shared()
     assert by_lists
-    out, by_lists = shared(value=ROWS_OF_KEYS.clone())  # equal, but by chance
+    out, by_lists = shared(value=ROWS_OF_KEYS.clone())  # equal values, but not the same tensor
     assert not by_lists
     torch.testing.assert_close(out, expected)
     for mask in (SHOWN.expand(2, 3, 5, 5).clone(), torch.zeros(1, 1, 5, 5) + 0.5):

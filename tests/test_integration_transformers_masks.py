@@ -1,4 +1,4 @@
-"""Masks of transformers on our operations: what its own eager attention computes by its own mask, for every mask."""
+"""Masks of transformers on our operations: for every mask, the result is that of eager attention with its own mask."""
 
 import copy
 import inspect
@@ -76,7 +76,7 @@ def cache_of(kind: str, past: int, windowed: bool, options: dict[str, Any]) -> A
 
 
 def masks(maker: str, q_len: int, cache: Any, options: dict[str, Any], **arguments: Any) -> tuple[Any, Any]:
-    """The mask that eager attention gets, and ours."""
+    """The mask for eager attention, and the mask for our operations."""
     embedded = torch.zeros(ROWS, q_len, HEADS * WIDTH)
     return tuple(  # type: ignore[return-value]
         MAKERS[maker](config(name, **options), inputs_embeds=embedded, **{CACHE: cache}, **arguments)
@@ -85,7 +85,7 @@ def masks(maker: str, q_len: int, cache: Any, options: dict[str, Any], **argumen
 
 
 def assert_attends_alike(whole: Any, ours: Any, q_len: int, kv_len: int, judged: Any = None) -> None:
-    """For modules that call themselves causal, or not, or say nothing: the mask alone decides."""
+    """Assert that both masks give equal attention, whether a module's `is_causal` is True, False or missing."""
     q, k, v = random(ROWS, HEADS, q_len, WIDTH), *(random(ROWS, GROUPS, kv_len, WIDTH, seed=s) for s in (1, 2))
     if whole is not None:
         assert torch.equal(ours + 0, whole)
@@ -173,7 +173,10 @@ class Turning(torch.nn.Module):
 
 
 def test_positions_are_no_packed_sequences_where_a_mask_or_a_cache_is_given() -> None:
-    """They reach the layer too; where there is neither mask nor cache they are what its model left out of its mask."""
+    """Restarting positions separate packed sequences only in a rotary layer that has neither a mask nor a cache.
+
+    In that case the model has left the packed sequences out of its mask.
+    """
     q, k = random(1, HEADS, 5, WIDTH), random(1, GROUPS, 5, WIDTH, seed=1)
     apart, jumps, text = (torch.tensor([x]) for x in ([0, 1, 0, 1, 2], [0, 1, 7, 8, 9], [0, 1, 2, 3, 4]))
     ones = torch.ones(1, 5, dtype=torch.bool)
@@ -192,14 +195,17 @@ def test_positions_are_no_packed_sequences_where_a_mask_or_a_cache_is_given() ->
 
 
 def turned(tensor: Any) -> Any:
-    """The same, with the numbers of a key lying apart."""
+    """A copy of the tensor in which the last stride is not 1."""
     return tensor.transpose(2, 3).contiguous().transpose(2, 3)
 
 
 @pytest.mark.parametrize("widths", [(512, 512), (264, 16), (12, 12), (8, 24), (520, 16)], ids=str)
 @pytest.mark.parametrize("maker", ["causal", "sliding_window_causal", "bidirectional"])
 def test_heads_of_any_size(maker: str, widths: tuple[int, int]) -> None:
-    """Single queries in pages where these take the sizes, packed otherwise; densely beyond 512 dimensions."""
+    """Heads of any size work: single queries as pages if these support the sizes, otherwise packed.
+
+    Beyond 512 dimensions attention is dense.
+    """
     for q_len in (1, LENGTH):
         for padded in ("none", "left", "right") if q_len > 1 else ("none",):
             shown = padding(padded, q_len)
@@ -219,7 +225,7 @@ def test_heads_of_any_size(maker: str, widths: tuple[int, int]) -> None:
                 torch.testing.assert_close(each[judged], expected[judged], rtol=2e-5, atol=2e-5)
 
 
-# ---- functions of masks, read by what they are
+# ---- mask functions that are recognised
 
 
 def test_functions_that_only_look_like_ours_are_not_taken_for_them() -> None:
@@ -284,7 +290,7 @@ def test_positions_alone_do_not_part_sequences() -> None:
     assert_ranges_alone(_masks.mask(1, 3, 3, mask_function=odd))
 
 
-# ---- masks in models' hands
+# ---- masks that models change
 
 
 def test_a_mask_is_a_tensor_like_any_other() -> None:
@@ -334,7 +340,7 @@ def test_other_masks_are_taken_by_their_word() -> None:
                 found, _ = attention(module_of(causal), q, k, k, mine)
                 expected, _ = sdpa_attention_forward(module_of(causal), q, k, k, mine + 0 if mine is mask else mine)
                 torch.testing.assert_close(found, expected)
-    for rows in ((1, 2), (2, 1)):  # learned queries, or keys, that are one for all
+    for rows in ((1, 2), (2, 1)):  # learned queries or keys that all rows share
         q, k = random(rows[0], HEADS, 4, WIDTH), random(rows[1], GROUPS, 4, WIDTH, seed=1)
         for mask in (
             _masks.mask(2, 4, 4),
@@ -371,7 +377,7 @@ def test_checkpointed_layers_keep_the_pattern() -> None:
         assert "dense" not in ragged.explain()
 
 
-# ---- compiled
+# ---- compiled models
 
 
 def by_layer(q: Any, k: Any, mask: Any) -> Any:
@@ -380,7 +386,7 @@ def by_layer(q: Any, k: Any, mask: Any) -> Any:
 
 @pytest.mark.parametrize("kind", ["padded", "open", "of one query", "anyone's"])
 def test_layers_are_compiled_with_the_masks_they_are_given(kind: str) -> None:
-    """Masks that are made outside, as by `generate`, at lengths that change."""
+    """Compiled layers take masks that are made outside, as `generate` does, at changing lengths."""
     torch._dynamo.reset()
     compiled = torch.compile(by_layer, backend="aot_eager", fullgraph=True)
     for kv_len in (5, 8):
@@ -397,7 +403,10 @@ def test_layers_are_compiled_with_the_masks_they_are_given(kind: str) -> None:
 
 
 def test_masks_are_made_in_the_graph() -> None:
-    """Of plain functions and of one query, whatever its function is; the numbers nobody reads are not in the graph."""
+    """Masks of plain functions, and masks of one query with any function, can be made in the compiled graph.
+
+    Mask values that nothing reads are not in the graph.
+    """
 
     def made(q: Any, k: Any, shown: Any, size: int, offset: Any) -> Any:
         window = masking_utils.sliding_window_causal_mask_function(size)
@@ -429,7 +438,7 @@ def test_masks_that_the_host_must_look_at_leave_the_graph() -> None:
         return torch.cat([attention(module_of(None), q, q, q, mask)[0] for mask in (padded, apart)])
 
     arguments = random(1, HEADS, 3, WIDTH), torch.tensor([[False, True, True]]), torch.tensor([[0, 0, 1]])
-    for fullgraph in (False, True):  # which is without our operations
+    for fullgraph in (False, True):  # this graph has none of our operations
         torch._dynamo.reset()
         found = torch.compile(made, backend="aot_eager", fullgraph=fullgraph)(*arguments)
         for row in (0, 1):
@@ -441,7 +450,7 @@ def test_masks_that_the_host_must_look_at_leave_the_graph() -> None:
 
 
 class Layer(torch.nn.Module):
-    """A layer whose own eager attention takes `lift`, which hands on what it is given, and names `other` itself."""
+    """A layer whose eager attention takes `lift`, which the layer passes on; the layer itself names `other`."""
 
     def forward(self, *arguments: Any, other: Any = None, **named: Any) -> Any:
         return attention(self, *arguments, other=other, **named) if other else attention(self, *arguments, **named)
@@ -492,7 +501,7 @@ TWO_SIDED = {"vocab_size": 64, "d_model": 64, "encoder_layers": 1, "decoder_laye
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 14}  # fmt: skip
 SIDE = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4}
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # what tiny models are made of, and what they are a case of
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # each tiny model's class, configuration and purpose in the test
     "phimoe": ("PhimoeForCausalLM", {**GROUPED, "sliding_window": 4, "num_local_experts": 2}, "a mask's own window"),
     "splinter": ("SplinterModel", SMALL, "an encoder that does not say what it is"),
     "align": ("AlignTextModel", SMALL, "another one"),
@@ -547,7 +556,10 @@ def test_models_have_the_values_of_eager(name: str, padded: str) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "window", "packed", "numbers", "training"])
 def test_absorbed_layers_carry_over_what_they_are_told(kind: str) -> None:
-    """Sinks, soft caps and windows; in training, which needs lists of keys, no soft cap."""
+    """Absorbed layers keep the sinks, soft caps and windows that they are given.
+
+    Training needs lists of keys, which take no soft cap.
+    """
     model = tiny_model("deepseek_v3")
     layer, absorbed = (each.model.layers[0].self_attn for each in (model, ragged.absorb_mla(copy.deepcopy(model))))
     model.set_attn_implementation(ragged.NAME)
@@ -633,7 +645,10 @@ def test_layers_attend_once_in_a_step_of_another_cache() -> None:
 
 
 def test_keys_are_gathered_where_a_layer_reads_them() -> None:
-    """As one does that attends twice, to the halves of its values, or repeats keys; else they stay in their pages."""
+    """Keys stay in their pages, and are gathered only if a layer reads them.
+
+    A layer does so if it attends twice, to the halves of its values, or repeats keys.
+    """
     slots, edges = torch.tensor([9, 8, 2, 3, 1]), torch.tensor([0, 2, 5]).int()
     tokens = random(12, GROUPS, WIDTH), random(12, GROUPS, WIDTH, seed=1)
     pages = tuple(each[:, None] for each in tokens)

@@ -1,4 +1,4 @@
-"""Continuous batching of latent attention in transformers: the tokens of eager attention, from pages of latents."""
+"""Continuous batching of latent attention in transformers generates eager's tokens from pages of latents."""
 
 import inspect
 import os
@@ -28,8 +28,8 @@ from tests.with_transformers import registered as registered  # noqa: E402
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "sarvam_mla", "youtu")
 SPARSE = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
-NEW = 9  # tokens
-STEP = 24  # tokens of a step, fewer than the longest prompt has
+NEW = 9  # the number of generated tokens
+STEP = 24  # tokens per step, fewer than the longest prompt has
 SETTINGS: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": STEP, "max_requests_per_batch": 6}
 
 
@@ -44,11 +44,11 @@ def prompt(length: int) -> list[int]:
 
 
 PROMPTS = [prompt(length) for length in (3, 11, 30, 7, 8, 16, 1)]
-PROMPTS += [[*PROMPTS[2][:20], 7, 8], PROMPTS[2][:24], PROMPTS[2]]  # shared beginnings
+PROMPTS += [[*PROMPTS[2][:20], 7, 8], PROMPTS[2][:24], PROMPTS[2]]  # prompts with shared beginnings
 
 
 def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
-    """The tokens that transformers' eager attention chooses behind each prompt."""
+    """The tokens that transformers' eager attention generates after each prompt, run alone."""
     model.set_attn_implementation("eager")
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
     made = (model.generate(torch.tensor([each]), max_new_tokens=NEW, do_sample=False) for each in prompts)
@@ -56,7 +56,7 @@ def alone(model: Any, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def batched(model: Any, prompts: list[list[int]], end: int = -1, **settings: Any) -> list[list[int]]:
-    """The tokens of `generate_batch`, which end behind the first `end`."""
+    """The tokens of `generate_batch`; each sequence ends with its first `end`."""
     model.set_attn_implementation(ragged.PAGED_NAME)
     made = model.generate_batch(
         prompts,
@@ -69,7 +69,7 @@ def batched(model: Any, prompts: list[list[int]], end: int = -1, **settings: Any
 
 @pytest.fixture
 def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The caches that are made, whose places hold NaN until something is written there."""
+    """A list that collects new caches, whose slots hold NaN until they are written."""
     made: list[Any] = []
     original = PagedLatentCache.__init__
 
@@ -82,12 +82,15 @@ def caches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return made
 
 
-# ---- tokens
+# ---- generated tokens
 
 
 @pytest.mark.parametrize("family", LATENT + SPARSE)
 def test_every_family_has_the_tokens_of_eager(family: str, caches: list[Any]) -> None:
-    """Prompts in pieces and with shared beginnings, requests that wait and that end at different steps."""
+    """Every family generates eager's tokens.
+
+    Prompts are split into pieces and share beginnings; requests wait, and end at different steps.
+    """
     model = built(family, "causal")
     expected = alone(model, PROMPTS)
     end = expected[0][4]
@@ -112,7 +115,10 @@ def test_models_of_images_batch_text(family: str, caches: list[Any]) -> None:
 
 @pytest.mark.parametrize("indexers", ["full full full full", "full full shared full"])
 def test_layers_that_share_latents_read_the_same_pages(indexers: str, caches: list[Any]) -> None:
-    """mistral_large4, whose layers without rotation share other latents, and whose indexers do not rotate there."""
+    """Layers that share latents read the same pages in mistral_large4.
+
+    Its layers without rotation share other latents than the rotated ones, and their indexers do not rotate.
+    """
     config = configuration("mistral_large4", "images")
     text = config.text_config
     text.num_hidden_layers, text.mlp_layer_types = 4, ["dense", "sparse", "sparse", "sparse"]
@@ -157,7 +163,7 @@ def test_requests_that_do_not_fit_wait(family: str, caches: list[Any]) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_steps_of_fixed_shapes(family: str, caches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps padded with tokens and keys of no sequence, as for the graphs of a device."""
+    """Steps of fixed shapes work, as device graphs need them: padded with tokens and keys of no sequence."""
     inputs = input_outputs.ContinuousBatchingIOs
     prepare, kwargs = inputs.prepare_batch_tensors, inputs.get_model_kwargs
     shapes: set[tuple[int, ...]] = set()
@@ -186,7 +192,7 @@ def test_forked_requests_copy_their_pages(caches: list[Any]) -> None:
     expected = alone(model, PROMPTS[:3])
     ragged.absorb_mla(model)
     asked = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    asked.num_return_sequences = 3  # which a configuration without sampling would refuse
+    asked.num_return_sequences = 3  # set later, because the constructor refuses it without sampling
     made = model.generate_batch(
         PROMPTS[:3],
         generation_config=asked,
@@ -208,7 +214,7 @@ def test_a_model_still_generates_afterwards(caches: list[Any]) -> None:
 
 
 def test_each_pass_finds_its_places_anew() -> None:
-    """Even from the same tensors, which a graph of a device fills again before each replay."""
+    """Each pass computes its slots anew, even from the same tensors, which a device graph refills before a replay."""
     cache = cache_of(ragged.absorb_mla(tiny_model("deepseek_v3")))
     edges, index = torch.tensor([0, 3], dtype=torch.int32), cache.cache_allocators["full_attention"].write_trash_index
     places = {
@@ -237,9 +243,12 @@ def cache_of(model: Any, **settings: Any) -> Any:
 
 
 def test_a_block_has_the_bytes_of_its_latents_and_keys() -> None:
-    """The second layer of glm_moe_dsa shares the choice of the first one, so it has no keys of an indexer."""
+    """A block has the bytes of its latents and indexer keys.
+
+    The second layer of glm_moe_dsa uses the selection of the first, so it has no indexer keys.
+    """
     cache = cache_of(ragged.absorb_mla(tiny_model("glm_moe_dsa")))
-    assert cache.rows == {0: Row(48, 16, 0), 1: Row(48, 0, 1)}  # 40 columns, and zeros
+    assert cache.rows == {0: Row(48, 16, 0), 1: Row(48, 0, 1)}  # 40 columns, padded with zeros to 48
     block = 8 * (48 + 16 + 48) * 4
     assert cache.cache_allocators["full_attention"].bytes_per_block == block
     assert cache.num_blocks == 40
@@ -256,11 +265,11 @@ def test_the_number_of_blocks_follows_from_memory(monkeypatch: pytest.MonkeyPatc
     block = 8 * 2 * 48 * 4
     taken = cache.num_blocks * block
     assert 0.5 * available < taken < available
-    heads = 4 * (16 + 8 + 16) * 2 * 8 * 4  # of a block, if keys and values of each head were kept
+    heads = 4 * (16 + 8 + 16) * 2 * 8 * 4  # bytes of a block with keys and values of each head
     assert cache.num_blocks > available / heads
 
 
-# ---- what is refused
+# ---- refusals
 
 
 def test_a_model_that_is_not_absorbed_is_told_what_to_do() -> None:
@@ -319,7 +328,7 @@ def test_a_soft_cap_beside_lists_is_that_of_a_decode() -> None:
     torch.testing.assert_close(found, torch.einsum("bthn,nd->bthd", weights, rows[:, :32]))
 
 
-# ---- joining and leaving
+# ---- registration
 
 
 def test_unregistering_puts_back_all_that_was_replaced() -> None:

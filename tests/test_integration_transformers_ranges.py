@@ -1,4 +1,4 @@
-"""Masks of transformers as ranges of keys: chunks, images, prefixes, blocks, and masks that a model makes itself."""
+"""Masks of transformers as key ranges: chunks, images, prefixes, blocks, and masks that a model makes itself."""
 
 import inspect
 import os
@@ -51,12 +51,12 @@ def hiding(sees: Any, number: float = LEAST) -> Any:
 
 
 def expect_ours() -> None:
-    """No layer fell back to dense attention or to the model's own."""
+    """Assert that no layer fell back to dense attention or to the model's own attention."""
     assert "attention" in ragged.explain()
     assert "since" not in ragged.explain(), ragged.explain()
 
 
-# ---- masks as ranges
+# ---- our masks as key ranges
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 7), st.integers(1, 24), st.floats(0, 1))
@@ -97,7 +97,7 @@ def test_rows_that_see_alike_share_their_ranges() -> None:
     assert torch.equal(mask[:, 0, 0, 0], torch.zeros(3))
 
 
-# ---- masks that were not made here
+# ---- masks that other code makes
 
 
 def chunked(q_len: int, kv_len: int) -> Any:
@@ -112,7 +112,7 @@ def blocked(q_len: int, kv_len: int) -> Any:
 @pytest.mark.parametrize("number", [LEAST, -torch.inf, -1e9, None], ids=["least", "infinite", "billion", "bool"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 8), (1, 8)])
 def test_masks_of_ones_own_run_by_our_operations(q_len: int, kv_len: int, number: float | None) -> None:
-    """Of one row or of all, of one query or of all, of one head or the same in all of them."""
+    """Custom masks run by our operations, with one row or all, one query or all, and one head or all heads."""
     q, k, v = inputs(q_len, kv_len)
     padded = torch.arange(kv_len) >= torch.tensor([[0], [2]])
     for sees in (
@@ -122,14 +122,14 @@ def test_masks_of_ones_own_run_by_our_operations(q_len: int, kv_len: int, number
         blocked(q_len, kv_len)[None, None].expand(ROWS, HEADS, -1, -1),
         (blocked(q_len, kv_len) & padded[:, None])[:, None].repeat(1, HEADS, 1, 1),
         padded[:, None, None],
-        torch.tensor([False, True] * 4)[None, None, None, :kv_len],  # padding that lies between tokens
+        torch.tensor([False, True] * 4)[None, None, None, :kv_len],  # padding between tokens
         torch.ones(1, 1, 1, kv_len, dtype=torch.bool),
     ):
         if number == -1e9:
-            sees = sees | (torch.arange(kv_len) == kv_len - 1)  # since a query that sees no key would be dense
+            sees = sees | (torch.arange(kv_len) == kv_len - 1)  # a query that sees no key would need dense attention
         mask = sees if number is None else hiding(sees, number)
         found, _ = attention(module_of(), q, k, v, mask)
-        # A query whose keys are all hidden by infinite numbers has no result in eager attention, and here 0.
+        # If all keys of a query are hidden by -inf, eager attention gives NaN, and our result is 0.
         right = mask if number == LEAST else sees
         expected, _ = sdpa_attention_forward(module_of(), q, k, v, right[(None,) * (4 - right.ndim)])
         torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-5)
@@ -137,7 +137,10 @@ def test_masks_of_ones_own_run_by_our_operations(q_len: int, kv_len: int, number
 
 
 def test_queries_without_keys_have_the_weights_of_eager_attention() -> None:
-    """It adds the smallest number, which leaves nothing of the logits; twice that is infinite, as in kosmos-2."""
+    """Queries without visible keys have the weights of eager attention, which adds the smallest number to all logits.
+
+    The smallest number swallows the logits. Twice that number is -inf, as in kosmos-2.
+    """
     q, k, v = inputs(4, 4)
     least = hiding(torch.ones(4, 4).bool().tril())
     twice = least + hiding(torch.arange(4) >= 2)
@@ -164,7 +167,7 @@ def test_other_numbers_stay_dense() -> None:
     q, k, v = inputs(40, 40)
     causal = torch.ones(40, 40).bool().tril()
     trained = hiding(causal).requires_grad_()
-    stripes = causal & (torch.arange(40) % 4 < 2)  # ten runs of keys
+    stripes = causal & (torch.arange(40) % 4 < 2)  # the last query sees ten ranges of keys
     heads = torch.stack([causal, causal & chunked(40, 40), causal, causal])[None]
     for mask in (
         hiding(causal, -1e4), hiding(causal & (torch.arange(40)[:, None] > 3), -1e9), random(40, 40),
@@ -196,7 +199,7 @@ def test_a_mask_is_read_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPa
 
     for _ in range(3):
         ours(mask)
-        ours(mask[:, :, :, :6])  # as layers slice it
+        ours(mask[:, :, :, :6])  # a slice, as layers make
     assert len(read) == 1
     mask[:, :, 1, 1] = LEAST
     ours(mask)
@@ -207,7 +210,7 @@ def test_a_mask_is_read_once_until_it_is_written_to(monkeypatch: pytest.MonkeyPa
     assert len(_tensors._known) == held - 1
     with torch.inference_mode():
         mask = hiding(blocked(6, 6))
-        for length in (1, 2):  # whose writes are not counted
+        for length in (1, 2):  # inference tensors have no version that counts writes
             mask[1, length] = LEAST
             ours(mask)
     expect_ours()
@@ -288,7 +291,7 @@ def test_compiled_layers_take_ranges_that_were_made_outside() -> None:
         arguments = (*inputs(length, length), _masks.mask(2, length, length, mask_function=function))
         torch.testing.assert_close(compiled(*arguments), by_layer(*arguments))
     expect_ours()
-    own = hiding(chunked(6, 6))  # whose numbers a compiler cannot read
+    own = hiding(chunked(6, 6))  # the compiler cannot read the values of this mask
     torch.testing.assert_close(compiled(*inputs(6, 6), own), by_layer(*inputs(6, 6), own), rtol=2e-5, atol=2e-5)
 
 
@@ -377,7 +380,10 @@ def test_chunked_layers_have_the_gradients_of_eager(padded: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma3", "paligemma", "gemma4_unified", "mistral3", "idefics", "molmo2", "mllama"])
 def test_images_run_by_ours_and_generate_the_tokens_of_eager(family: str) -> None:
-    """Prompts with an image each, one of them padded, over dynamic and static caches; then training with them."""
+    """Prompts with images run by our operations and generate eager's tokens, with dynamic and static caches.
+
+    Each prompt has an image, and one prompt is padded. Training with them works too.
+    """
     model = build(family, "images")
     given_inputs = image_inputs(model)
     found, expected = (running.generate(model, name, given_inputs)[0] for name in (ragged.NAME, "eager"))
@@ -407,7 +413,7 @@ def test_windows_to_both_sides_and_masks_of_numbers(family: str, kind: str) -> N
     expect_ours()
 
 
-# ---- a block-causal model, which generates a block at a time
+# ---- a block-causal model that generates a block at a time
 
 
 def blockwise(length: int, block: int = 4, past: int = 0) -> Any:
@@ -417,7 +423,7 @@ def blockwise(length: int, block: int = 4, past: int = 0) -> Any:
 
 @pytest.mark.parametrize("number", [LEAST, -torch.inf, None], ids=["least", "infinite", "bool"])
 def test_a_block_causal_model_runs_by_ours(number: float | None) -> None:
-    """Its prompt, blocks over a cache, and training, by masks of four dimensions."""
+    """A block-causal model runs by our operations with 4-D masks: prompt, blocks over a cache, and training."""
     model, tokens = tiny_model("qwen3"), prompts(16)
 
     def shown(length: int, past: int = 0) -> Any:
@@ -431,7 +437,7 @@ def test_a_block_causal_model_runs_by_ours(number: float | None) -> None:
         with torch.no_grad():
             out = model(tokens[:, :8], attention_mask=shown(8), **{CACHE: cache}, use_cache=True)
             made.append(out.logits)
-            for past in (8, 12):  # each block is filled in with what was likely, and then cached
+            for past in (8, 12):  # each block is filled with the likeliest tokens and then cached
                 block = tokens[:, past : past + 4]
                 for _ in range(2):
                     out = model(block, attention_mask=shown(past + 4, past), **{CACHE: cache}, use_cache=True)
@@ -447,7 +453,7 @@ def test_a_block_causal_model_runs_by_ours(number: float | None) -> None:
 
 
 def test_blocks_by_a_mask_function_and_prefixes() -> None:
-    """`or_mask_function` and the ids of blocks are how a model of transformers says it."""
+    """Blocks and prefixes work, which models of transformers express with `or_mask_function` or block ids."""
     embedded = torch.zeros(3, 13, 64)
     prefix = torch.where(torch.arange(13) < torch.tensor([[4], [1], [9]]), 0, -1)
     config = tiny_model("qwen3").config

@@ -1,4 +1,4 @@
-"""Sparse grouped-query attention of transformers, MiniMax M3's and Qwen4's, on our operations."""
+"""Sparse grouped-query attention of transformers (MiniMax M3 and Qwen4) on our operations."""
 
 import copy
 import functools
@@ -16,23 +16,23 @@ from ragged_attention.integrations.transformers._masks import Mask, Pattern  # n
 from tests.with_transformers import assert_close  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
-# Warnings of transformers about itself.
+# Ignore warnings of transformers about itself.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 ROWS, LENGTH, NEW = 3, 45, 6
 DENSE = _dense.attend
-LENS = (45, 22, 38)  # of prompts, where rows are padded
+LENS = (45, 22, 38)  # the prompts' lengths in padded rows
 SIZES: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "num_experts_per_tok": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-# One dense layer, and two whose lists of three blocks leave out more than half of the last queries' keys.
+# One dense layer and two sparse ones, whose lists of three blocks omit more than half of the last queries' keys.
 MINIMAX_M3 = SIZES | {
     "intermediate_size": 32, "dense_intermediate_size": 32, "shared_intermediate_size": 16, "num_local_experts": 4,
     "layer_types": ["full_attention", *["minimax_m3_sparse"] * 2], "mlp_layer_types": ["dense", "sparse", "sparse"],
     "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 3, "index_local_blocks": 1,
 }  # fmt: skip
-# With so many index heads that no two groups have the same score, 0.
+# There are enough index heads that no two groups both have a score of 0.
 QWEN4 = SIZES | {
     "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
     "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4, "hc_lowrank": 8,
@@ -71,7 +71,7 @@ def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """The calls of our operations: the name, and the share of keys that the last query's lists name, None without."""
+    """The calls of our operations: each name, and the share of keys that the last query's lists name, or None."""
     found: list[tuple[str, Any]] = []
 
     def watched(operation: Any, kv_lens: Any) -> Any:
@@ -97,13 +97,13 @@ def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> Any:
 
 
 def shown(side: str) -> Any:
-    """The attention mask of prompts of `LENS` tokens, padded on this side."""
+    """The attention mask of prompts of `LENS` tokens, padded on the given side."""
     left = (LENGTH - torch.arange(LENGTH) <= torch.tensor(LENS)[:, None]).long()
     return left if side == "left" else left.flip(1)
 
 
 def answers(model: Any, name: str, ids: Any, mask: Any = None, **options: Any) -> tuple[Any, Any]:
-    """The tokens behind prompts, and their logits."""
+    """The tokens that are generated after prompts, and their logits."""
     model.set_attn_implementation(name)
     made = model.generate(
         ids, attention_mask=mask, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, output_logits=True,
@@ -119,7 +119,7 @@ def logits(model: Any, name: str, ids: Any, **arguments: Any) -> Any:
 
 
 def trained(model: Any, name: str, *batches: Any, weights: Any = (1.0,)) -> tuple[float, dict[str, Any]]:
-    """The loss and the gradients of batches."""
+    """The weighted loss of batches and its gradients."""
     model = copy.deepcopy(model).train()
     model.set_attn_implementation(name)
     loss = torch.stack([model(**batch, use_cache=False).loss for batch in batches]) @ torch.tensor(weights)
@@ -134,7 +134,7 @@ def expect_alike(found: tuple[float, dict[str, Any]], expected: tuple[float, dic
         assert (found[1][name] - gradient).norm() <= 5e-5 * gradient.norm() + 1e-7, name
 
 
-# ---- what is generated
+# ---- generation
 
 
 @pytest.mark.parametrize("cache", [None, "static"])
@@ -150,7 +150,7 @@ def test_tokens_are_those_of_eager_and_sdpa(family: str, cache: str | None, list
     assert "dense" not in said
     for operation, times in (("varlen_attention", 1), ("ragged_paged_attention", NEW - 1)):
         shares = [share for name, share in lists if name == operation and share is not None]
-        assert len(shares) == 2 * times  # two layers are sparse
+        assert len(shares) == 2 * times  # there are two sparse layers
         assert max(shares) < 0.6
 
 
@@ -161,7 +161,10 @@ def test_beams_take_the_index_keys_with_them(family: str) -> None:
 
 
 def test_prompts_with_padding_before_them_are_answered_as_if_alone(family: str) -> None:
-    """transformers' own indexer of MiniMax M3 counts padding into blocks; ours does not."""
+    """Prompts with padding before them get the answers of single prompts.
+
+    transformers' indexer of MiniMax M3 counts padding as keys of blocks; ours does not.
+    """
     model, ids, mask = made(family), tokens(), shown("left")
     found, scores = answers(model, ragged.NAME, ids, mask)
     for row, length in enumerate(LENS):
@@ -177,7 +180,7 @@ def test_logits_with_padding_behind_are_those_of_eager(family: str) -> None:
 
 
 def test_a_prompt_in_pieces(family: str, lists: Any) -> None:
-    """Whose lengths are no multiples of the blocks."""
+    """A prompt in pieces works if their lengths are not multiples of the block size."""
     model, parts = made(family), {}
     for name in (ragged.NAME, "eager"):
         model.set_attn_implementation(name)
@@ -210,7 +213,7 @@ def test_other_sizes(family: str, changes: dict[str, Any]) -> None:
     assert "dense" not in ragged.explain()
 
 
-# ---- what is trained
+# ---- training
 
 
 def batch(ids: Any, mask: Any = None) -> dict[str, Any]:
@@ -231,14 +234,14 @@ def sequences() -> list[Any]:
 
 
 def packed() -> dict[str, Any]:
-    """The sequences in one row, parted by their positions; a first label of -100 is nobody's next token."""
+    """The sequences in one row, separated by their positions; the first label of each is -100."""
     ids, labels = torch.cat(sequences(), 1), torch.cat(sequences(), 1)
     positions = torch.cat([torch.arange(length) for length in LENS])[None]
     return {"input_ids": ids, "labels": labels.masked_fill(positions == 0, -100), "position_ids": positions}
 
 
 def edges() -> dict[str, Any]:
-    """What `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds."""
+    """The arguments that `DataCollatorWithFlattening(return_flash_attn_kwargs=True)` adds."""
     of_tokens = torch.nn.functional.pad(torch.tensor(LENS).cumsum(0), (1, 0)).int()
     return {"cu_seq_lens_q": of_tokens, "cu_seq_lens_k": of_tokens, "max_length_q": max(LENS),
             "max_length_k": max(LENS)}  # fmt: skip
@@ -246,7 +249,10 @@ def edges() -> dict[str, Any]:
 
 @pytest.mark.parametrize("told_by", ["positions", "edges"])
 def test_packed_sequences_of_minimax_m3_are_those_alone(told_by: str, lists: Any) -> None:
-    """transformers' own indexer takes the positions of packed sequences for places in the row."""
+    """Packed sequences of MiniMax M3 have the loss and gradients of separate ones.
+
+    transformers' indexer mistakes the positions of packed sequences for indices in the row.
+    """
     model, counts = made("minimax_m3_vl_text"), [length - 1 for length in LENS]
     given = packed() | (edges() if told_by == "edges" else {})
     weights = [count / sum(counts) for count in counts]
@@ -256,23 +262,28 @@ def test_packed_sequences_of_minimax_m3_are_those_alone(told_by: str, lists: Any
 
 
 def test_packed_sequences_of_qwen4_are_those_of_eager(lists: Any) -> None:
-    """Its recurrent layers do not part sequences by positions; its sparse ones do."""
+    """Packed sequences of Qwen4 agree with eager attention on the packed row.
+
+    They differ from separate sequences: the sparse layers split sequences by positions, but the recurrent ones do not.
+    """
     model, given = made("qwen4_exp_text"), packed()
     expect_alike(trained(model, ragged.NAME, given), trained(model, "eager", given))
     assert sum(share is not None for _, share in lists) == 2
 
 
-# ---- how
+# ---- selected blocks
 
 
 def test_keys_of_blocks_that_are_not_named_are_not_read(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NaN stands in their place."""
+    """Keys of blocks that are not listed are not read: here they are NaN."""
     model, ids, right, times = made(family), tokens(), _attention.ragged_paged_attention, []
 
     def poisoned(q: Any, pages: Any, *tables: Any, **settings: Any) -> Any:
         if (selected := settings.get("selected")) is not None:
             block = torch.arange(pages[0].shape[1]) // settings["block_size"]
-            named = (selected[..., None] == block).any(2).transpose(1, 2)  # a page is a row: [B, L, K or 1]
+            named = (
+                (selected[..., None] == block).any(2).transpose(1, 2)
+            )  # each page holds a whole row; the shape is [B, L, K or 1]
             pages = tuple(part.masked_fill(~named[..., None], torch.nan) for part in pages)
             times.append(float(named.float().mean()))
         return right(q, pages, *tables, **settings)
@@ -311,11 +322,11 @@ def test_other_attention_has_the_indexers_of_transformers() -> None:
     assert not hasattr(type(model.model.layers[1].self_attn.indexer).forward, "original")
 
 
-# ---- what is not done by lists
+# ---- attention without lists
 
 
 def test_masks_that_are_not_causal_stay_with_the_indexer_of_qwen4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key that is seen is a run of its own."""
+    """With a mask that is not causal, Qwen4 uses its own indexer: here each visible key is a separate range."""
     model = made("qwen4_exp_text")
     monkeypatch.setattr(_dense, "attend", DENSE)
     mask = torch.ones(LENGTH, LENGTH).tril().bool() & ((torch.arange(LENGTH) % 2 == 0) | torch.eye(LENGTH).bool())
@@ -328,7 +339,7 @@ def test_masks_that_are_not_causal_stay_with_the_indexer_of_qwen4(monkeypatch: p
 
 def test_numbers_of_64_bits_stay_with_the_indexer_of_qwen4(monkeypatch: pytest.MonkeyPatch) -> None:
     model = copy.deepcopy(made("qwen4_exp_text")).double()
-    model.set_experts_implementation("eager")  # the other one has no such numbers
+    model.set_experts_implementation("eager")  # the other implementation lacks float64
     monkeypatch.setattr(_dense, "attend", DENSE)
     assert_close(*(logits(model, name, tokens()) for name in (ragged.NAME, "eager")))
     assert "indexer_topk" not in ragged.explain()
@@ -338,14 +349,14 @@ REFUSED = "expected selected blocks of keys in calls that our operations take, g
 
 
 def test_dropped_weights_are_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dense, "attend", DENSE)  # for the dense layer
+    monkeypatch.setattr(_dense, "attend", DENSE)  # the dense layer uses it
     model = made(family, attention_dropout=0.1)
     with pytest.raises(Unsupported, match=f"{REFUSED} .*Attention: it drops weights"):
         trained(model, ragged.NAME, batch(tokens()))
 
 
 def test_what_lists_of_minimax_m3_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dense, "attend", DENSE)  # for the dense layer
+    monkeypatch.setattr(_dense, "attend", DENSE)  # the dense layer uses it
     model, ids = made("minimax_m3_vl_text"), tokens()
     with pytest.raises(Unsupported, match=f"{REFUSED} MiniMaxM3VLAttention: it is in torch.float64"):
         logits(copy.deepcopy(model).double(), ragged.NAME, ids)
@@ -392,7 +403,7 @@ def test_nobody_else_reads_what_is_selected() -> None:
 
 
 def test_continuous_batching_is_refused(family: str) -> None:
-    """transformers has no pages for the keys of these indexers."""
+    """Continuous batching is refused, because transformers has no pages for these indexers' keys."""
     model = made(family)
     model.set_attn_implementation(ragged.PAGED_NAME)
     with pytest.raises(Unsupported, match="expected a model whose keys transformers can page in generate_batch, got"):

@@ -1,4 +1,4 @@
-"""Our classes for vLLM: its abstract interface, by fakes, and attention through them against a dense computation."""
+"""Our classes for vLLM implement its interface, checked with fakes, and agree with dense attention."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ ours: Any = module
 
 BACKENDS = ("eager", "numba")
 CLASSES = {"_vllm_attention": "Attention", "_vllm_mla": "MLA", "_vllm_sparse": "SparseMLA"}
-KEPT = 77.0  # what padding rows of an output hold, before and after
+KEPT = 77.0  # the value of an output's padding rows, which must not change
 
 
 @pytest.fixture(params=BACKENDS)
@@ -42,7 +42,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def test_the_names_lead_to_our_classes(vllm):
-    for _ in range(2):  # plug-ins may be loaded again
+    for _ in range(2):  # plug-ins may be loaded more than once
         ours.register()
     for name, cls in (("RAGGED", "Attention"), ("RAGGED_MLA", "MLA"), ("RAGGED_SPARSE_MLA", "SparseMLA")):
         path, _, attribute = vllm.path(name).rpartition(".")
@@ -80,7 +80,7 @@ def test_another_version_is_refused(version, monkeypatch, caplog):
             with pytest.raises(Unsupported, match=rf"expected vllm 0.32 or 0.33, .*, got vllm {version}"):
                 attempt()
         with caplog.at_level(logging.WARNING):
-            ours.plugin()  # must not stop a vLLM whose user has not asked for us
+            ours.plugin()  # must not fail, because the user may not have selected our backend
         assert f"got vllm {version}" in caplog.text
         assert registry.path("RAGGED").endswith("RaggedAttentionBackend")
 
@@ -107,7 +107,7 @@ def test_without_vllm(monkeypatch):
 
 
 def classes() -> list[type]:
-    """Ours: of each kind the backend, its builder and its implementation."""
+    """Our classes: the backend, the builder and the implementation of each kind."""
     backends = [getattr(ours, f"Ragged{kind}Backend") for kind in CLASSES.values()]
     return [cls for b in backends for cls in (b, b.get_builder_cls(), b.get_impl_cls())]
 
@@ -130,7 +130,7 @@ def test_signatures_take_what_vllm_passes(vllm):
 
 
 def expect_compatible(mine: Any, theirs: Any, what: str) -> None:
-    """What may be passed to theirs by position or by name may be passed to mine, and mine needs no more."""
+    """Assert that `mine` accepts every call of `theirs`, by position or name, and needs no more arguments."""
     own, other = inspect.signature(mine).parameters, inspect.signature(theirs).parameters
     kinds = {parameter.kind for parameter in own.values()}
     named = [name for name, parameter in own.items() if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
@@ -143,10 +143,10 @@ def expect_compatible(mine: Any, theirs: Any, what: str) -> None:
         assert name in other or own[name].default is not inspect.Parameter.empty, f"{what}: {name}"
 
 
-@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
+@pytest.mark.filterwarnings("ignore")  # warnings of vLLM and of what it imports
 @pytest.mark.parametrize("path", fakes.CONTENTS)
 def test_the_fakes_have_vllms_signatures(path):
-    """Where vLLM is installed: each method that a fake has, vLLM has with the same parameters."""
+    """If vLLM is installed, its classes have each method of our fakes, with the same parameters."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     real = importlib.import_module(path)
@@ -161,7 +161,10 @@ def test_the_fakes_have_vllms_signatures(path):
 
 
 def expect_the_same(fake: Any, found: Any, any_order: bool, what: str) -> None:
-    """A fake may lack parameters at the end, and have one more that is optional and new in a later version."""
+    """Assert that a fake has vLLM's parameters.
+
+    It may lack parameters at the end, and may have another one that is optional and new in a later version.
+    """
     abstract = "__isabstractmethod__"
     assert getattr(fake, abstract, False) == getattr(found, abstract, False), what
     parameters, known = inspect.signature(fake).parameters, [*inspect.signature(found).parameters]
@@ -242,13 +245,13 @@ def vllm_config(
 
 
 def metadata_builder(spec: Any = None, layers: dict[str, Any] | None = None, **config: Any) -> Any:
-    """Our builder for the layers of `RAGGED`, by name; without any the ranges are made where they are asked for."""
+    """Our metadata builder for the named layers; without layers, key ranges are made on demand."""
     made = vllm_config(layers=layers, **config)
     return ours.RaggedAttentionBackend.get_builder_cls()(spec, [*(layers or {})], made, torch.device("cpu"))
 
 
 class Step:
-    """A batch of (query length, length) in vLLM's terms: a cache full of NaN but for what has been computed before."""
+    """A step of requests (query length, length) in vLLM's terms; the cache is NaN except for earlier tokens."""
 
     def __init__(
         self,
@@ -303,11 +306,11 @@ class Step:
         )
 
     def handed(self) -> torch.Tensor:
-        """The cache as vLLM hands it: bytes, where it holds 8-bit floats."""
+        """The cache as vLLM passes it: as bytes if it holds 8-bit floats."""
         return self.cache.view(torch.uint8) if self.fp8 else self.cache
 
     def run(self, impl: Any, builder: Any = None) -> torch.Tensor:
-        """A layer's step: the write, then attention."""
+        """The output of a layer's step, which writes new keys and values and then attends."""
         self.layer.impl = impl
         metadata = (builder or metadata_builder(layers={"layer": self.layer})).build(0, self.common)
         impl.do_kv_cache_update(self.layer, self.k, self.v, self.handed(), self.slots)
@@ -321,9 +324,10 @@ class Step:
         self, *, window: int | None = None, cap: float | None = None, sinks: Any = None, causal: bool = True,
         slopes: Any = None, seen: Any = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The same by sequences, heads and softmax in float64, from the values that the cache holds.
+        """The output of dense attention in float64, from the values in the cache.
 
-        ALiBi is vLLM's: keys count from the first new one. `seen` are masks [query length, length] of the sequences.
+        ALiBi is vLLM's: distances are relative to the first new key. `seen` has a mask [query length, length] for each
+        sequence.
         """
         outs, begin, scale = [], 0, 0.3
         group = self.q.shape[1] // self.k.shape[1]
@@ -340,7 +344,7 @@ class Step:
             if slopes is not None:
                 logits = logits + torch.tensor(slopes).double()[:, None, None] * (at - (kv_len - q_len))
             own = torch.arange(kv_len - q_len, kv_len)[:, None]
-            reach = window or kv_len + 1  # to both sides in vLLM if attention is not causal
+            reach = window or kv_len + 1  # to both sides if attention is not causal, as in vLLM
             mask = (at < own + (1 if causal else reach)) & (at > own - reach) if seen is None else seen[row]
             logits = logits.masked_fill(~mask, float("-inf"))
             extra = torch.full((len(logits), q_len, 1), float("-inf")).double()
@@ -353,7 +357,7 @@ class Step:
 
 
 def in_memory_as(layout: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A layer's cache, all NaN, of the logical shape [blocks, K, block, content] in one of vLLM's orders of memory."""
+    """A layer's cache of NaN, with logical shape [blocks, K, block, content], in one of vLLM's memory layouts."""
     blocks, heads, page, content = shape
     order = {
         "LBHNC": lambda nan: nan(blocks, heads, page, content),
@@ -438,11 +442,11 @@ def test_8_bit_caches(cache_dtype, scales, vllm, backend):
 
 
 def test_8_bit_caches_of_an_mi300(monkeypatch, backend):
-    """vLLM's platform names the dtype; its own code reads and writes caches in it too."""
+    """On an MI300, 8-bit caches have the dtype that vLLM's platform names and its own code also uses."""
     with fakes.installed(monkeypatch, device="gfx942"):
         step = Step(MIXED, cache_dtype="fp8", scales=([0.5, 0.125], [0.25, 2.0]))
         assert step.fp8 == torch.float8_e4m3fnuz
-        step.k[0] = 0  # whose codes are not those of -0
+        step.k[0] = 0  # includes -0 after scaling, whose code differs from that of 0
         assert agrees(step.run(implementation(kv_cache_dtype="fp8")), step.dense(), "float32")
         written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
         wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8).float()
@@ -451,7 +455,7 @@ def test_8_bit_caches_of_an_mi300(monkeypatch, backend):
 
 def test_nothing_but_the_slots_is_written(vllm, backend):
     step = Step(MIXED)
-    step.slots[2] = -1  # a token that vLLM does not want kept
+    step.slots[2] = -1  # vLLM does not store this token
     before = step.cache.clone()
     implementation().do_kv_cache_update(step.layer, step.k, step.v, step.cache, step.slots[: step.tokens])
     rows, old = (cache.transpose(1, 2).flatten(0, 1) for cache in (step.cache, before))
@@ -466,7 +470,7 @@ def test_nothing_but_the_slots_is_written(vllm, backend):
 
 
 def test_requests_that_only_pad_a_graph(vllm, backend):
-    """vLLM pads a batch to the size of its graph by requests without queries and without a length."""
+    """Requests without queries and keys, with which vLLM pads a batch to its graph's size, change nothing."""
     step = Step(DECODE)
     step.common.query_start_loc = torch.cat((step.common.query_start_loc, torch.tensor([4, 4]).int()))
     step.common.seq_lens = torch.cat((step.common.seq_lens, torch.tensor([0, 0]).int()))
@@ -475,7 +479,7 @@ def test_requests_that_only_pad_a_graph(vllm, backend):
 
 
 def test_values_of_another_size(vllm, backend):
-    """The second half of the cache is as wide as a value."""
+    """If values have another size than keys, the second part of a cache row is as wide as a value."""
     impl, cache = implementation(head_size=32), torch.randn(2, 2, 16, 32 + 16)
     k_pages, v_pages = impl._stored(None, cache).kv_pages
     assert (k_pages.shape, v_pages.shape) == ((2, 16, 2, 32), (2, 16, 2, 16))
@@ -525,12 +529,12 @@ def test_a_layer_that_we_cannot_run_is_refused(options, message, vllm):
         implementation(**options)
 
 
-# Attention that is not causal: drafts, encoders, and decoders that look at an encoder
+# Attention that is not causal: drafts, encoders, and cross-attention
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 7])
 def test_attention_that_is_not_causal(window, vllm, backend):
-    """Every new token sees the whole request, or a window that is open to both sides."""
+    """Without causal attention, every new token sees the whole request, or a window to both sides."""
     step = Step([(7, 30), (1, 3), (5, 5)])
     step.common.causal = False
     out = step.run(implementation(sliding_window=window))
@@ -545,7 +549,7 @@ def test_slopes_of_attention_that_is_not_causal_are_refused(vllm):
 
 
 def encoder_step(lens: Sequence[int], **options: Any) -> Step:
-    """A step of whole sequences, whose keys and values lie in the cache for `Step.dense` alone."""
+    """A step of whole sequences; only `Step.dense` uses the keys and values in the cache."""
     step = Step([(n, n) for n in lens], **options)
     at = step.slots[: step.tokens]
     step.cache[at // step.page, :, at % step.page] = torch.cat((step.k, step.v), -1)[: step.tokens]
@@ -557,7 +561,10 @@ def encoder_step(lens: Sequence[int], **options: Any) -> Step:
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 1.5, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_layers_without_a_cache(attn_type, options, window, vllm, backend):
-    """Keys and values are those of the call, and a window is open to both sides. vLLM passes no cache."""
+    """Layers without a cache attend to the keys and values of the call, or to a window to both sides.
+
+    vLLM passes no cache to them.
+    """
     step = encoder_step([5, 0, 20, 1, 0])
     wanted = step.dense(window=window, cap=options.get("logits_soft_cap"), sinks=options.get("sinks"), causal=False)
     step.cache = torch.empty(0)
@@ -567,7 +574,7 @@ def test_layers_without_a_cache(attn_type, options, window, vllm, backend):
 
 @pytest.mark.parametrize("window", [None, 7])
 def test_layers_without_a_cache_in_bfloat16(window, vllm, backend):
-    """Of a cache that is 8-bit nothing is known here, since there is none."""
+    """Layers without a cache ignore the setting of an 8-bit cache."""
     step = encoder_step([33, 20], dtype=torch.bfloat16)
     impl = implementation(attn_type="encoder_only", sliding_window=window, kv_cache_dtype="fp8")
     assert agrees(step.run(impl).float(), step.dense(window=window, causal=False), "bfloat16")
@@ -582,9 +589,9 @@ def test_a_step_of_an_encoder_without_tokens(window, vllm, backend):
 
 @pytest.mark.parametrize("first", [True, False], ids=["first_step", "later_step"])
 def test_cross_attention(first, vllm, backend):
-    """Queries of a decoder to the keys of an encoder, which come once, as many as the encoder has tokens.
+    """Cross-attention works: a decoder's queries attend to an encoder's keys, which are passed once per request.
 
-    As vLLM's builder for such layers does it: lengths are the encoder's, and slots are those of requests that are new.
+    As in vLLM's builder for such layers, lengths are the encoder's, and there are slots only for new requests.
     """
     q_lens, encoder_lens = [3, 1, 4], [20, 33, 7]
     step = Step([(n, n) for n in encoder_lens], padding=0)
@@ -625,7 +632,7 @@ def test_quantised_outputs_are_refused(name, vllm):
 
 
 class Latents:
-    """Requests of some lengths whose latents lie in a cache [blocks, block, L + R], the rest of which is NaN."""
+    """Requests of the given lengths with latents in a cache [blocks, block, L + R], which is NaN elsewhere."""
 
     def __init__(self, lens: Sequence[int], *, rank: int = 64, rope: int = 16, page: int = 16) -> None:
         torch.manual_seed(3)
@@ -635,7 +642,9 @@ class Latents:
         self.table = torch.zeros(len(lens), max(pages) + 1, dtype=torch.int32)
         for row, count in enumerate(pages):
             self.table[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-        self.cache = torch.full((sum(pages) + 1, 2, page, rank + rope), float("nan"))[:, 1]  # blocks lie apart
+        self.cache = torch.full((sum(pages) + 1, 2, page, rank + rope), float("nan"))[
+            :, 1
+        ]  # there are gaps between blocks
         self.rows = [torch.randn(length, rank + rope) for length in lens]
         self.kv_lens = torch.tensor(lens, dtype=torch.int32)
 
@@ -643,7 +652,7 @@ class Latents:
         return self.table[row, positions // self.page].long() * self.page + positions % self.page
 
     def write(self, impl: Any, cache: torch.Tensor, kv_cache_dtype: str = "auto", scale: float = 1.0) -> None:
-        """All latents by the implementation's own write, with padding and a slot of -1 at the end."""
+        """Write all latents with the implementation's method; padding and a slot of -1 follow."""
         slots = torch.cat([self.slots(row, torch.arange(length)) for row, length in enumerate(self.lens)])
         rows = torch.cat([*self.rows, torch.randn(2, self.rank + self.rope)])
         slots = torch.cat((slots, torch.tensor([-1])))
@@ -652,7 +661,7 @@ class Latents:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, seen: Any = None) -> tuple[Any, Any]:
-    """Dense attention [tokens, H, D] to [keys, H, ...] or [keys, ...] in float64: out and natural lse."""
+    """Out and natural lse of dense float64 attention from [tokens, H, D] to [keys, H, ...] or [keys, ...]."""
     k, v = (x.double() if x.dim() == 3 else x.double()[:, None].expand(-1, q.shape[1], -1) for x in (k, v))
     logits = scale * torch.einsum("qhd,khd->qhk", q.double(), k)
     if seen is not None:
@@ -678,7 +687,7 @@ def latent_implementation(kind: str, rank: int, rope: int, heads: int = 2, **opt
 
 
 def decode_of(data: Latents, q_lens: Sequence[int], longest: int | None = None, **changes: Any) -> SimpleNamespace:
-    """The metadata of requests whose last `q_lens` tokens are the queries, none of which has more than `longest`."""
+    """The metadata of requests whose last `q_lens` tokens are the queries; `longest` bounds these numbers."""
     edges = torch.tensor([0, *q_lens]).cumsum(0).int()
     decode = SimpleNamespace(block_table=data.table, seq_lens=data.kv_lens)
     metadata = {"decode": decode, "causal": True, "query_start_loc": edges, "max_query_len": longest or max(q_lens)}
@@ -686,7 +695,7 @@ def decode_of(data: Latents, q_lens: Sequence[int], longest: int | None = None, 
 
 
 def expect_decoded(data: Latents, q: torch.Tensor, q_lens: Sequence[int], got: Any, dtype: str = "float32") -> None:
-    """What came of the queries of all requests against dense attention; rows behind the last are padding."""
+    """Assert that the result for all queries agrees with dense attention; rows after the last query are padding."""
     out, lse = got
     rank, token = data.rank, 0
     assert (out.shape, lse.shape, lse.dtype) == ((*q.shape[:2], rank), q.shape[:2], torch.float32)
@@ -705,7 +714,10 @@ MIXES = {"decode": (1, 1, 1), "drafts": (3, 3, 3), "mixed": (1, 7, 2), "prompt":
 @pytest.mark.parametrize("q_lens", MIXES.values(), ids=MIXES)
 @pytest.mark.parametrize("parts", [False, True])
 def test_mla_short_requests(parts, q_lens, vllm, backend):
-    """Any mix in one call, beside a longer request (of which only the bound on lengths tells) and rows of padding."""
+    """One call takes any mix of short requests.
+
+    Rows of padding follow, and the bound on query lengths is that of a longer request elsewhere in the batch.
+    """
     data = Latents([40, 16, 5])
     impl = latent_implementation("MLA", 64, 16)
     data.write(impl, data.cache)
@@ -718,7 +730,7 @@ def test_mla_short_requests(parts, q_lens, vllm, backend):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["fp8", "fp8_e4m3"])
 def test_mla_over_a_cache_of_eight_bits(kv_cache_dtype, vllm, backend):
-    """Written with the layer's scale, read by it, and as bytes that are 0x7f, NaN, where nothing was written."""
+    """An 8-bit cache is written and read with the layer's scale; unwritten bytes are 0x7f, which is NaN."""
     data = Latents([40, 16, 5])
     impl = latent_implementation("MLA", 64, 16, kv_cache_dtype=kv_cache_dtype)
     cache = torch.full(data.cache.shape, 127, dtype=torch.uint8)
@@ -737,7 +749,7 @@ def test_mla_over_a_cache_of_eight_bits(kv_cache_dtype, vllm, backend):
 def test_mla_over_an_8_bit_cache_of_an_mi300(monkeypatch, backend):
     with fakes.installed(monkeypatch, device="gfx942"):
         data, impl = Latents([40, 16, 5]), latent_implementation("MLA", 64, 16, kv_cache_dtype="fp8")
-        cache = torch.full(data.cache.shape, 0x80, dtype=torch.uint8)  # NaN
+        cache = torch.full(data.cache.shape, 0x80, dtype=torch.uint8)  # 0x80 is NaN in e4m3fnuz
         data.write(impl, cache, "fp8", scale=0.02)
         data.rows = [(rows / 0.02).to(torch.float8_e4m3fnuz).float() * 0.02 for rows in data.rows]
         q, layer = torch.randn(10, 2, 80), SimpleNamespace(_k_scale=torch.tensor(0.02))
@@ -745,7 +757,10 @@ def test_mla_over_an_8_bit_cache_of_an_mi300(monkeypatch, backend):
 
 
 def test_mla_decode_over_ranks(vllm, backend):
-    """Positions dealt out to two ranks, one of which has nothing of a request: merged by lse they are one."""
+    """If two ranks hold alternate positions, their results merged by lse are those of one rank.
+
+    One of the ranks holds no position of the second request.
+    """
     whole, q = Latents([40, 1]), torch.randn(2, 2, 80)
     impl = latent_implementation("MLA", 64, 16)
     parts = []
@@ -770,7 +785,7 @@ def test_mla_decode_over_ranks(vllm, backend):
 
 
 def chunk_of(first: int, edges: Sequence[int], pieces: Sequence[tuple[int, int]]) -> SimpleNamespace:
-    """A piece of cached context as vLLM plans it: of requests from `first` on, (start, length) of each."""
+    """A chunk of cached context as vLLM plans it; `pieces` has (start, length) for each request from `first` on."""
     last = first + len(pieces)
     lens = torch.tensor([length for _, length in pieces])
     return SimpleNamespace(
@@ -794,7 +809,7 @@ def prefill_of(data: Latents, edges: Sequence[int], chunks: Sequence[Any]) -> Si
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "fp8_ds_mla"])
 @pytest.mark.parametrize("earlier", [(0, 0, 0), (5, 0, 33)], ids=["whole", "later_chunks"])
 def test_mla_prefill(earlier, kv_cache_dtype, vllm, backend):
-    """New tokens after what is cached, of which a long context comes in two pieces."""
+    """Prefill of new tokens after cached context works, also if a long context comes in two chunks."""
     rank, rope = (512, 64) if kv_cache_dtype == "fp8_ds_mla" else (64, 16)
     new = [4, 7, 6]
     data = Latents([n + before for n, before in zip(new, earlier, strict=True)], rank=rank, rope=rope)
@@ -828,7 +843,7 @@ def test_mla_prefill(earlier, kv_cache_dtype, vllm, backend):
 
 
 def dequantised(held: torch.Tensor) -> torch.Tensor:
-    """Rows of 656 bytes as float32, by the format's definition: 512 e4m3, 4 float32 scales, 64 bfloat16."""
+    """Rows of 656 bytes as float32: the format has 512 e4m3 codes, 4 float32 scales and 64 bfloat16 numbers."""
     rows = held.reshape(-1, 656).contiguous()
     values = rows[:, :512].contiguous().view(torch.float8_e4m3fn).float().view(-1, 4, 128)
     scales = rows[:, 512:528].contiguous().view(torch.float32)
@@ -890,7 +905,7 @@ def test_a_profiling_run_writes_no_latents(vllm, monkeypatch):
 
 
 def sparse_step(data: Latents, q_lens: Sequence[int], padding: int = 0) -> Any:
-    """The metadata that our builder makes; the sequences' last `q_lens` tokens are the queries."""
+    """The metadata from our builder; the sequences' last `q_lens` tokens are the queries."""
     builder_cls = ours.RaggedSparseMLABackend.get_builder_cls()
     builder = builder_cls(None, ["layer"], vllm_config(), torch.device("cpu"))
     edges = torch.tensor([0, *q_lens]).cumsum(0, dtype=torch.int32)
@@ -919,9 +934,9 @@ def test_sparse_mla(q_lens, kv_cache_dtype, vllm, backend):
         for i in range(n):
             seen = data.lens[row] - n + i + 1
             chosen = torch.randperm(seen)[: min(seen, 5)].int()
-            buffer[token, torch.randperm(8)[: len(chosen)]] = chosen  # -1 anywhere among them
+            buffer[token, torch.randperm(8)[: len(chosen)]] = chosen  # lists may contain -1 anywhere
             token += 1
-    buffer[0] = -1  # one that selects nothing
+    buffer[0] = -1  # the first query selects nothing
     impl = latent_implementation(
         "SparseMLA", 512, 64, kv_cache_dtype=kv_cache_dtype, indexer=SimpleNamespace(topk_indices_buffer=buffer)
     )
@@ -930,7 +945,7 @@ def test_sparse_mla(q_lens, kv_cache_dtype, vllm, backend):
         cache = torch.full((len(data.cache), 2, data.page, 656), 255, dtype=torch.uint8)[:, 1]
     data.write(impl, cache, kv_cache_dtype)
     q = torch.randn(tokens, 2, 576)
-    impl.record_logical_topk_ready()  # as vLLM's layer does between the indexer and attention
+    impl.record_logical_topk_ready()  # vLLM's layer calls this between the indexer and attention
     out, lse = impl.forward_mqa(q.split([512, 64], -1), cache, sparse_step(data, q_lens), SimpleNamespace())
     assert (out.shape, lse.shape) == ((tokens, 2, 512), (tokens, 2))
     for t in range(tokens):
@@ -945,7 +960,10 @@ def test_sparse_mla(q_lens, kv_cache_dtype, vllm, backend):
 
 
 def test_positions_become_slots(vllm, monkeypatch):
-    """Those outside the table too, and by copied tables where laid end to end they would leave int32."""
+    """Positions become slots, and positions outside the table become -1.
+
+    If the concatenated page tables had indices beyond int32, each token gets a copy of its table instead.
+    """
     _ = ours.RaggedSparseMLABackend
     sparse: Any = importlib.import_module("ragged_attention.integrations._vllm_sparse")
     table = torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
@@ -962,7 +980,7 @@ def test_positions_become_slots(vllm, monkeypatch):
 
 
 def rotated_by_hand(x: torch.Tensor, angles: torch.Tensor, is_neox: bool) -> torch.Tensor:
-    """Rows whose first columns are rotated as complex numbers, in float64."""
+    """Rows with their first columns rotated as complex numbers, in float64."""
     half = angles.shape[-1]
     columns = x[..., : 2 * half].double()
     pairs = columns.unflatten(-1, (2, half)).mT if is_neox else columns.unflatten(-1, (half, 2))
@@ -985,7 +1003,9 @@ def test_the_fused_rope_rotates_queries_in_place_and_writes_rotated_keys(is_neox
         step.layer, query, step.k.flatten(1), step.v.flatten(1), positions, cos_sin, is_neox, step.handed(), slots
     )
     assert agrees(query[: step.tokens].view_as(step.q[: step.tokens]), wanted_q[: step.tokens], "float32")
-    assert torch.equal(query[step.tokens :], step.q[step.tokens :].flatten(1))  # padding without slots
+    assert torch.equal(
+        query[step.tokens :], step.q[step.tokens :].flatten(1)
+    )  # rows of padding have no slots and do not change
     written = step.cache[slots // step.page, :, slots % step.page]
     assert agrees(written[..., : step.size], wanted_k[: step.tokens], "float32")
     assert torch.equal(written[..., step.size :], step.v[: step.tokens])

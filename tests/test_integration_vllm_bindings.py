@@ -1,4 +1,4 @@
-"""What vLLM's sparse models call by name: where it is ours, that it is put back, and its numbers by definitions."""
+"""The functions that vLLM's sparse models call by name: where ours are bound, their removal, and their results."""
 
 import importlib
 import importlib.util
@@ -27,7 +27,7 @@ D, PAGE = 32, 16
 
 @pytest.fixture
 def bindings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Our bindings beside a vLLM for CPUs, nothing of which is bound yet."""
+    """Our bindings module with a fake vLLM for CPUs, in which nothing is bound yet."""
     with fakes.unbound(monkeypatch, "_vllm_bindings") as module:
         yield module
 
@@ -38,7 +38,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-# Where they are
+# Where our functions are bound
 
 
 LOGITS = {"fp8_fp4_mqa_logits", "fp8_fp4_paged_mqa_logits", "get_paged_mqa_logits_metadata"}
@@ -52,7 +52,7 @@ CPU = {
     "get_supported_kernel_block_sizes",
 }  # fmt: skip
 CPU_OPERATORS = {"fp8_paged_mqa_logits_cpu", "topk_transform_512_cpu"}
-# Without vLLM's compiled library no device has its operators, so they are bound on every one here.
+# The fake vLLM has no compiled library and therefore no operators, so ours are bound on every device here.
 BOUND = {
     "cpu": LOGITS | OPERATORS | CPU_OPERATORS | CPU,
     "sm80": LOGITS | OPERATORS | FLASH_MLA | {"fused_indexer_q_rope_quant", "has_deep_gemm"},
@@ -75,7 +75,7 @@ def test_ours_are_where_vllm_has_none(device, monkeypatch):
 
 
 def held() -> dict[tuple[str, str], Any]:
-    """Everything that vLLM's modules and their classes hold by name."""
+    """All attributes of vLLM's modules and of their classes, by module or class and name."""
     modules: dict[str, Any] = {path: found for path, found in sys.modules.items() if path.partition(".")[0] == "vllm"}
     places = dict(modules)
     for path, found in modules.items():
@@ -84,7 +84,10 @@ def held() -> dict[tuple[str, str], Any]:
 
 
 def test_all_is_put_back(bindings):
-    """Also in a module that has imported a name while it was ours; registering twice is undone at once."""
+    """One `unregister` restores everything, even after two registrations.
+
+    This includes modules that imported one of our functions by name.
+    """
     registry = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
     before, models = held(), dict(registry.models)
     for _ in range(2):
@@ -93,7 +96,7 @@ def test_all_is_put_back(bindings):
     path = registry.models["DeepseekV32ForCausalLM"].replace(":", ".")
     assert path == "ragged_attention.integrations._vllm_bindings.DeepseekV32ForCausalLM"
     deep_gemm = importlib.import_module("vllm.utils.deep_gemm")
-    assert deep_gemm.fp8_fp4_mqa_logits is sparse_fakes.fp8_fp4_mqa_logits  # until such a model is loaded
+    assert deep_gemm.fp8_fp4_mqa_logits is sparse_fakes.fp8_fp4_mqa_logits  # ours are bound when such a model is loaded
     assert bindings.DeepseekV32ForCausalLM == "generic V3.2"
     assert bindings.GlmMoeDsaForCausalLM == "generic GLM"
     layer = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
@@ -106,7 +109,7 @@ def test_all_is_put_back(bindings):
     del late.fp8_fp4_mqa_logits
     assert held() == before
     assert registry.models == models
-    ours.unregister()  # nothing is left to undo
+    ours.unregister()  # has nothing to undo and does not fail
 
 
 def test_has_deep_gemm_is_said_to_the_indexer_alone(monkeypatch):
@@ -166,7 +169,10 @@ def test_a_cpu_keeps_chunks_and_prefixes_of_sparse_models(architecture, bindings
 @pytest.mark.parametrize("sees_images", [True, False], ids=["images", "text only"])
 @pytest.mark.parametrize("has_spans", [True, False], ids=["spans", "causal"])
 def test_a_cpu_keeps_images_whole_whose_tokens_see_one_another(has_spans, sees_images, bindings):
-    """As vLLM's platforms with GPUs do: the first part of an image would otherwise not see the rest."""
+    """On a CPU, images whose tokens see each other are not split between steps, as on vLLM's GPU platforms.
+
+    Otherwise the first part of an image would not see the rest.
+    """
     platform = importlib.import_module("vllm.platforms.cpu").CpuPlatform
     ours.register(cpu=True)
     scheduler = SimpleNamespace(
@@ -184,13 +190,16 @@ def test_a_cpu_rotates_queries_by_heads(bindings):
     rotary = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding()
     ours.register(cpu=False)
     assert rotary.forward_cpu(None, torch.zeros(2, 3, 8)) == "operator"
-    ours.register(cpu=True)  # for dense latent models too, which load nothing of ours before they make their layers
+    ours.register(cpu=True)  # also for dense latent models, which make their layers before they load our code
     assert rotary.forward_cpu(None, torch.zeros(2, 3, 8)) == "native"
     assert rotary.forward_cpu(None, torch.zeros(2, 24), None) == "operator"
 
 
 def test_the_path_of_the_indexer(bindings):
-    """By names, where the cache is still to be written; DeepSeek-V4 writes it before, and keeps vLLM's path."""
+    """The indexer takes the path by names if it must write the cache itself.
+
+    DeepSeek-V4 writes the cache before and keeps vLLM's path.
+    """
     bindings.bind()
     layer = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
     metadata = importlib.import_module("vllm.v1.attention.backends.mla.indexer")
@@ -222,7 +231,7 @@ def test_a_name_that_vllm_lacks_is_an_error(bindings, monkeypatch):
 
 
 def replaced(bindings: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The functions: name, ours, and the fake of vLLM's."""
+    """The replaced functions: the name, our function, and the fake of vLLM's function."""
     for one in bindings.BINDINGS:
         is_metadata = one.name == "_BUILD_PREFILL_CHUNK_METADATA_KERNEL"
         fake = getattr(sparse_fakes, "build_prefill_chunk_metadata" if is_metadata else one.name, None)
@@ -238,9 +247,9 @@ def test_signatures_of_what_is_bound(bindings):
         expect_compatible(mine, theirs, name)
 
 
-@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
+@pytest.mark.filterwarnings("ignore")  # warnings of vLLM and of what it imports
 def test_vllm_has_what_is_bound():
-    """Where vLLM is installed: each name, with the signature of its fake."""
+    """If vLLM is installed, it has each bound name with the signature of its fake."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     bindings = importlib.import_module("ragged_attention.integrations._vllm_bindings")
@@ -262,7 +271,10 @@ def e4m3(x: torch.Tensor) -> torch.Tensor:
 
 
 def pages_of(bindings: Any, lens: list[int]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """A cache with gaps between pages, whose unused bytes are NaN; its table; and each request's keys, dequantised."""
+    """A cache with gaps between pages, its page table, and the dequantised keys of each request.
+
+    Unused bytes are 255, which is NaN.
+    """
     per_request = -(-max(lens) // PAGE) + 1
     total = per_request * len(lens) + 1
     cache = torch.full((total, 2, PAGE, D + 4), 255, dtype=torch.uint8)[:, 1]
@@ -280,12 +292,12 @@ def pages_of(bindings: Any, lens: list[int]) -> tuple[torch.Tensor, torch.Tensor
 
 
 def logits_of(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """The definition, of queries [T, H, D] in float64."""
+    """The logits of queries [T, H, D] by the definition, in float64."""
     return torch.einsum("th,thn->tn", weights.double(), torch.einsum("thd,nd->thn", q.double(), keys.double()).relu())
 
 
 def expect_largest(indices: torch.Tensor, logits: torch.Tensor, top_k: int) -> None:
-    """A row lists different positions with the largest logits, then -1; which of equal ones is free."""
+    """Assert that a row lists distinct positions with the largest logits, then -1; ties may be broken either way."""
     count = min(top_k, len(logits))
     chosen = indices[:count].long()
     assert len(set(chosen.tolist())) == count
@@ -294,7 +306,10 @@ def expect_largest(indices: torch.Tensor, logits: torch.Tensor, top_k: int) -> N
 
 
 def test_the_cache_is_written_and_gathered(bindings, backend):
-    """In vLLM's bytes, in order, and no row behind the last key, nor page -1, is touched."""
+    """The cache has vLLM's bytes, and keys are gathered in order.
+
+    Rows after the last key and rows of a page -1 are not written.
+    """
     lens = [20, 1, 0, 33]
     cache, table, keys = pages_of(bindings, lens)
     edges = torch.tensor([0, *lens]).cumsum(0).int()
@@ -312,7 +327,10 @@ def test_the_cache_is_written_and_gathered(bindings, backend):
 
 
 def test_small_keys_have_a_larger_least_scale(bindings):
-    """Ours is 2 ** -13, and vLLM's 2 ** -22: the same for keys of at least 2 ** -13 * 448 / 2 = 0.027."""
+    """The smallest scale is 2 ** -13 here and 2 ** -22 in vLLM.
+
+    Scales are equal for keys of at least 2 ** -13 * 448 / 2 = 0.027.
+    """
     cache = torch.zeros(1, PAGE, D + 4, dtype=torch.uint8)
     largest = torch.tensor([0.0, 1e-3, 2**-14 * 449, 1.0])
     bindings.indexer_k_quant_and_cache(largest[:, None].repeat(1, D), cache, torch.arange(4), D, "ue8m0")
@@ -322,7 +340,10 @@ def test_small_keys_have_a_larger_least_scale(bindings):
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16])
 def test_prompts(weights_dtype, bindings, backend):
-    """Logits of gathered keys, of which those behind the last are NaN, and the selection by positions in a request."""
+    """Prompts have the right logits of gathered keys, and selections by positions in the request.
+
+    The keys after the last one are NaN.
+    """
     torch.manual_seed(1)
     lens, top_k = [20, 9], 6
     _, _, keys = pages_of(bindings, lens)
@@ -347,7 +368,7 @@ def test_prompts(weights_dtype, bindings, backend):
 @pytest.mark.parametrize("next_n", [1, 3])
 @pytest.mark.parametrize("each", [True, False], ids=["lengths_of_queries", "lengths_of_sequences"])
 def test_decodes(each, next_n, bindings, backend):
-    """One or several queries of each sequence over its pages; a sequence of padding selects nothing."""
+    """Decodes with one or several queries per sequence are right; a padding sequence selects nothing."""
     torch.manual_seed(2)
     lens, top_k = [40, 5, 33], 8
     cache, table, keys = pages_of(bindings, lens)
@@ -357,7 +378,7 @@ def test_decodes(each, next_n, bindings, backend):
     seq_lens = ends.clamp(min=0).int() if each else torch.tensor(lens, dtype=torch.int32)
     schedule = bindings.get_paged_mqa_logits_metadata(seq_lens, PAGE, 5)
     assert schedule.shape == (6, 2)
-    columns = 100  # vLLM's max_model_len, more than the table has
+    columns = 100  # vLLM's max_model_len, which exceeds the table's length
     logits = bindings.fp8_fp4_paged_mqa_logits(
         (q, None), cache.unsqueeze(-2), weights, seq_lens, table, schedule, max_model_len=columns, clean_logits=False
     )
@@ -376,7 +397,7 @@ def test_decodes(each, next_n, bindings, backend):
 
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64])
 def test_cpu_operators(integers, bindings, backend):
-    """By rows of bytes, as DeepSeek-V4's layers hold them: logits, the 512 largest, and their slots."""
+    """The CPU operators compute logits, the 512 largest and their slots from rows of bytes, as in DeepSeek-V4."""
     torch.manual_seed(3)
     lens = [600, 5, 33]
     cache, table, keys = pages_of(bindings, lens)
@@ -441,7 +462,7 @@ def test_queries_are_rotated_and_quantised(is_neox, bindings):
 @pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 2, 1), (1, 2, 4)])
 @pytest.mark.parametrize("part", [slice(0, 11), slice(3, 8)])
 def test_metadata_of_a_prompt(part, ranks, ratio, bindings):
-    """Requests of 4, 0 and 7 new tokens after earlier ones, by a loop over queries."""
+    """The metadata of requests with 4, 0 and 7 new tokens after earlier ones agrees with a loop over queries."""
     rank, world, interleave = ranks
     new, lens = [4, 0, 7], [9, 6, 21]
     edges = torch.tensor([0, *new]).cumsum(0).int()
@@ -464,7 +485,7 @@ def test_metadata_of_a_prompt(part, ranks, ratio, bindings):
     ]
     for at, (row, seen) in enumerate(queries[part]):
         count = local(seen // ratio)
-        start = int(own[row]) if count else 0  # of nothing: where vLLM's indexer for CPUs finds a request
+        start = int(own[row]) if count else 0  # an empty range starts at 0; vLLM's CPU indexer finds the request by it
         assert (int(starts[at]), int(stops[at])) == (start, start + count)
 
 

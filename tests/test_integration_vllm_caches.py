@@ -1,4 +1,4 @@
-"""vLLM's caches whose rows have scales, through our classes, decoded here byte by byte as vLLM lays them out."""
+"""vLLM's caches with a scale for each row, through our classes; the tests decode vLLM's byte layout themselves."""
 
 import dataclasses
 import enum
@@ -32,7 +32,7 @@ TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"
 TAKEN = (*TOKEN_HEAD, "nvfp4")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SIZE = 32
-# What vLLM 0.33 names beside what we take; `octave_*` is new in it.
+# The other cache dtypes of vLLM 0.33, which we refuse; `octave_*` are new in it.
 REFUSED = (
     "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc",
     "turboquant_3bit_nc", "octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit", "nvfp4_4over6",
@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class QuantisedStep(Step):
-    """A step over one of these caches, all bytes 255, which makes every scale NaN, but for the stored rows."""
+    """A step over one of these caches; unstored bytes are 255, so that their scales are NaN."""
 
     def __init__(
         self, name: str, lens: Any = MIXED, *, layout: str = "LBHNC", scales: Any = (1.0, 1.0), **options: Any
@@ -69,14 +69,14 @@ class QuantisedStep(Step):
         ])  # fmt: skip
 
     def implementation(self, **options: Any) -> Any:
-        """A layer that has stored the earlier rows."""
+        """The implementation of a layer, after it has stored the earlier rows."""
         impl = implementation(kv_cache_dtype=self.name, head_size=self.size, **options)
         k, v = (torch.randn(len(self.earlier), self.heads, self.size).to(self.q.dtype) for _ in range(2))
         impl.do_kv_cache_update(self.layer, k, v, self.cache, self.earlier)
         return impl
 
     def dense(self, **features: Any) -> torch.Tensor:
-        """The same in float64, from the bytes."""
+        """The output of dense attention in float64, from the decoded bytes."""
         held = self.cache
         self.cache = torch.from_numpy(np.concatenate([decoded(self, side) for side in range(2)], axis=-1))
         try:
@@ -86,7 +86,7 @@ class QuantisedStep(Step):
 
 
 def e4m3() -> torch.dtype:
-    """What vLLM means by an 8-bit float."""
+    """The dtype of vLLM's 8-bit floats on the current platform."""
     return importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
 
 
@@ -114,7 +114,11 @@ def decoded(step: QuantisedStep, side: int) -> Any:
 
 
 def _decoded_nvfp4(step: QuantisedStep, side: int) -> Any:
-    """A block is codes of keys, their scales, codes of values, theirs; rows by heads or by positions."""
+    """The decoded keys or values of nvfp4 blocks.
+
+    A block has the keys' codes and scales, followed by the values' codes and scales. Its rows are ordered by heads or
+    by positions.
+    """
     _, slots, page, content = step.cache.shape
     heads, size = slots // 2, step.size
     by_heads = step.cache.stride(1) > step.cache.stride(2)
@@ -134,7 +138,7 @@ def _decoded_nvfp4(step: QuantisedStep, side: int) -> Any:
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"])
 @pytest.mark.parametrize("name", TAKEN)
 def test_attention_over_rows_with_scales(name, layout, vllm, backend):
-    if (name, layout) == ("nvfp4", "BHLNC"):  # vLLM refuses such blocks, and so do we, below
+    if (name, layout) == ("nvfp4", "BHLNC"):  # vLLM and we refuse this layout, as tested below
         layout = "LBHNC"
     step = QuantisedStep(name, layout=layout, scales=(0.5, 0.25) if name == "nvfp4" else (1.0, 1.0))
     out = step.run(step.implementation())
@@ -180,7 +184,7 @@ def test_features_over_rows_with_scales(name, options, features, vllm, backend):
 def test_queries_in_bfloat16(name, vllm, backend):
     step = QuantisedStep(name, dtype=torch.bfloat16)
     out = step.run(step.implementation())
-    if name.startswith("int4"):  # as in vLLM, queries are rounded after their rotation too
+    if name.startswith("int4"):  # rotated queries are rounded again, as in vLLM
         step.q = _vllm_rotation.rotated_back(_vllm_rotation.rotated(step.q))
     assert agrees(out.float(), step.dense(), "bfloat16")
 
@@ -208,14 +212,17 @@ def test_nothing_but_the_rows_of_slots_is_written(name, vllm, backend):
 
 
 def decoded_bytes(step: QuantisedStep, side: int) -> torch.Tensor:
-    """The bits of float64 rows [slots, K * D]."""
+    """The decoded rows [slots, K * D] as the bits of float64."""
     rows = decoded(step, side).swapaxes(1, 2)
     return torch.from_numpy(rows.reshape(rows.shape[0] * rows.shape[1], -1).copy()).view(torch.int64)
 
 
 @pytest.mark.parametrize("name", TOKEN_HEAD)
 def test_earlier_rows_on_several_ranks(name, vllm, backend):
-    """The ranks' caches hold what one cache holds; the rows of the step meet queries as they are, without rotation."""
+    """Earlier rows are read from the caches of several ranks, which together hold the rows of one cache.
+
+    The step's own rows are used without quantisation and rotation.
+    """
     whole = QuantisedStep(name, [(1, 34), (7, 30)], heads=(4, 1))
     whole.implementation(num_kv_heads=1)
     keys, values = (torch.from_numpy(decoded(whole, side)).float() for side in range(2))
@@ -232,7 +239,7 @@ def test_earlier_rows_on_several_ranks(name, vllm, backend):
         begin += q_len
 
 
-# What vLLM is told
+# The specifications that vLLM gets
 
 
 class KVQuantMode(enum.IntEnum):
@@ -247,7 +254,7 @@ class KVQuantMode(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The fields of vLLM's `AttentionSpec` that we read or set."""
+    """A fake of vLLM's `AttentionSpec` with the fields that we read or set."""
 
     kv_quant_mode: KVQuantMode
     head_size: int = 128
@@ -266,7 +273,7 @@ class Spec:
         (Spec(KVQuantMode.FP8_PER_TOKEN_HEAD, head_size_v=64), {"state_content_bytes": 200}),
         (Spec(KVQuantMode.INT4_PER_TOKEN_HEAD, 96, 96), {"state_content_bytes": 104}),
         (Spec(KVQuantMode.NVFP4), {"state_content_bytes": 72, "num_head_slots": 16}),
-        (Spec(KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=300), {}),  # the layer knows
+        (Spec(KVQuantMode.INT8_PER_TOKEN_HEAD, state_content_bytes=300), {}),  # the layer has set the size itself
         (Spec(KVQuantMode.TURBOQUANT_K8V4), {}),
     ],
 )

@@ -1,6 +1,6 @@
-"""`VLLM_BATCH_INVARIANT=1` through our classes: the bits of a request's attention are those that it has alone.
+"""With `VLLM_BATCH_INVARIANT=1`, a request's attention through our classes has the same bits alone and in a batch.
 
-Each request runs alone, and then beside others, before and after them, with as many tokens in the step as it had alone.
+Each request runs alone, and then in a batch before and after other requests, with equal numbers of new tokens.
 """
 
 import dataclasses
@@ -31,19 +31,19 @@ from tests.test_integration_vllm import (
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[fakes.Registry]:
-    """vLLM with its variable set; of the backends that run here Numba's makes the promise."""
+    """A fake vLLM with its variable set, and Numba's backend, the only one on a CPU that is batch-invariant."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with fakes.installed(monkeypatch) as registry, ra.use_backend("numba"):
         yield registry
 
 
 def batches(count: int) -> list[list[int]]:
-    """Each request alone, all of them, and all of them in another order."""
+    """Batches of each request alone, of all requests, and of all requests in reverse order."""
     return [*([row] for row in range(count)), [*range(count)], [*reversed(range(count))]]
 
 
 def expect_the_same_bits(found: Sequence[dict[int, Any]]) -> None:
-    """Every request has the same bits in every batch that it was in."""
+    """Assert that every request has the same bits in all of its batches."""
     for results in found:
         for row, tensors in results.items():
             for got, alone in zip(tensors, found[row][row], strict=True):
@@ -51,7 +51,7 @@ def expect_the_same_bits(found: Sequence[dict[int, Any]]) -> None:
 
 
 def rows_of(q_lens: Sequence[int], batch: Sequence[int]) -> dict[int, slice]:
-    """Where each request's tokens are among those of a batch."""
+    """The rows of each request's tokens in a batch."""
     places, begin = {}, 0
     for row in batch:
         places[row] = slice(begin, begin + q_lens[row])
@@ -59,8 +59,8 @@ def rows_of(q_lens: Sequence[int], batch: Sequence[int]) -> dict[int, slice]:
     return places
 
 
-# Short requests, and one of more tokens than are cheaper by latents. The context of the first is long enough to be
-# divided among programs, into parts whose number depends on the work beside it if invariance is not asked for.
+# (new tokens, length) of requests. One has too many new tokens for latent attention to be cheaper. The first one's
+# context is long enough for KV splits, whose number depends on the rest of the batch unless invariance is requested.
 LENS = ((1, 2000), (7, 300), (150, 1500), (1, 1), (20, 20))
 
 
@@ -83,10 +83,15 @@ def test_mla(kv_cache_dtype):
 
 
 def test_every_request_of_mla_goes_by_latents(monkeypatch):
-    """vLLM's builder counts requests of up to its threshold as decodes, if those before them in the batch are too."""
+    """Every request of MLA runs as latent attention, because it counts as a decode.
+
+    vLLM's builder counts requests up to its threshold as decodes if all requests before them in the batch are decodes.
+    """
     builder_cls = ours.RaggedMLABackend.get_builder_cls()
     config = vllm_config()
-    assert builder_cls(None, ["layer"], config, torch.device("cpu")).reorder_batch_threshold == 64  # a step's most
+    assert (
+        builder_cls(None, ["layer"], config, torch.device("cpu")).reorder_batch_threshold == 64
+    )  # the most tokens of a step
     with pytest.raises(Unsupported, match="expected no context parallelism for RAGGED_MLA with VLLM_BATCH_INVARIANT=1"):
         builder_cls(None, ["layer"], vllm_config(2), torch.device("cpu"))
     impl, unread = latent_implementation("MLA", 64, 16), torch.empty(0)
@@ -99,7 +104,7 @@ def test_every_request_of_mla_goes_by_latents(monkeypatch):
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8_ds_mla"])
 def test_sparse_mla(kv_cache_dtype):
-    """A batch of decodes too, which takes another operation if invariance is not asked for."""
+    """Sparse MLA is invariant, also in batches of decodes, which use another operation without invariance."""
     data, q_lens, topk = Latents([1100, 70, 1050, 40], rank=512, rope=64), [1, 6, 1, 2], 1024
     given = rows_of(q_lens, range(4))
     lists = torch.full((sum(q_lens), topk), -1, dtype=torch.int32)
@@ -128,7 +133,7 @@ def test_sparse_mla(kv_cache_dtype):
     [{}, {"sliding_window": 40}, {"attn_type": "encoder_only"}, {"attn_type": "encoder", "sliding_window": 40}],
 )
 def test_attention(options):
-    """Over the cache, and of layers without one."""
+    """Attention is invariant, over the cache and in layers without a cache."""
     step, impl, q_lens = Step(LENS, padding=0), implementation(**options), [q_len for q_len, _ in LENS]
     given, found = rows_of(q_lens, range(len(LENS))), []
     for batch in batches(len(LENS)):

@@ -1,4 +1,4 @@
-"""MiniMax M3 in vLLM: what is bound, a layer's step against a dense one of float64, and the steps around it."""
+"""MiniMax M3 in vLLM: the bound functions, a layer's step against dense float64 attention, and the fused steps."""
 
 import dataclasses
 import importlib
@@ -36,7 +36,7 @@ HEADS, KV_HEADS, INDEX_DIM = 4, 2, 16
 
 @pytest.fixture
 def m3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Our module beside a vLLM for CPUs, nothing of which is bound yet."""
+    """Our module with a fake vLLM for CPUs, in which nothing is bound yet."""
     with fakes.unbound(monkeypatch, "_vllm_m3") as module:
         yield module
 
@@ -47,7 +47,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-# Where it is bound
+# Where our functions are bound
 
 
 def registry() -> Any:
@@ -69,7 +69,9 @@ def test_it_is_bound_when_it_is_loaded_on_a_cpu(architecture, m3):
     assert getattr(bindings, architecture) == f"vLLM's {architecture}"
     assert bound_names() - before == ON_CPU
     model: Any = importlib.import_module("vllm.models.minimax_m3.nvidia.model")
-    assert model.select_main_backend_and_impl_cls is m3.select_main_backend_and_impl_cls  # which it had imported
+    assert (
+        model.select_main_backend_and_impl_cls is m3.select_main_backend_and_impl_cls
+    )  # the module had imported vLLM's function
     ours.unregister()
     assert {path: dict(vars(importlib.import_module(path))) for path in homes} == homes
     assert registry().models[architecture] == "vllm"
@@ -106,12 +108,12 @@ def test_signatures(m3):
         assert not inspect.isabstract(cls)
 
 
-@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
+@pytest.mark.filterwarnings("ignore")  # warnings of vLLM and of what it imports
 def test_vllm_has_what_is_bound(monkeypatch):
-    """Where vLLM is installed: each name, with the signature of its fake."""
+    """If vLLM is installed, it has each bound name with the signature of its fake."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    if importlib.util.find_spec("torchvision") is None:  # only for images
+    if importlib.util.find_spec("torchvision") is None:  # vLLM needs it only for images
         monkeypatch.setitem(sys.modules, vllm_m3.PROCESSORS, vllm_m3.without_images())
     for one in importlib.import_module(BINDINGS).M3:
         path, _, cls = one.owner.partition(":")
@@ -140,7 +142,7 @@ def test_what_vllm_is_told_we_support(m3):
 
 
 class SparseStep(Step):
-    """A step of a layer with an indexer, whose index keys are NaN where nothing has been computed."""
+    """A step of a layer with an indexer; index keys without a token are NaN."""
 
     def __init__(self, m3: Any, lens: Sequence[tuple[int, int]], *, index: Any = torch.bfloat16, **given: Any) -> None:
         super().__init__(lens, heads=(HEADS, KV_HEADS), **given)
@@ -158,7 +160,7 @@ class SparseStep(Step):
         self.builder = m3.BlocksMetadataBuilder(None, ["layer"], vllm_config(), torch.device("cpu"))
 
     def sparse(self, m3: Any, monkeypatch: Any, cache_dtype: Any = "auto", **settings: Any) -> torch.Tensor:
-        """The layer's result, by an indexer and an attention of ours."""
+        """The layer's output from our indexer and our attention."""
         self.layer.layer_name = "layer"
         self.layer.topk_indices_buffer = torch.full((len(self.q) + 5, KV_HEADS, settings["topk_blocks"]), 99).int()
         given = {name: settings[name] for name in ("topk_blocks", "sparse_block_size")}
@@ -179,7 +181,7 @@ class SparseStep(Step):
         return output[: self.tokens].view(-1, HEADS, self.size)
 
     def alone(self, row: int) -> None:
-        """Leave one request of the step."""
+        """Reduce the step to one of its requests."""
         begin, end = self.common.query_start_loc[row : row + 2].tolist()
         edges = torch.tensor([0, end - begin], dtype=torch.int32)
         self.common = dataclasses.replace(
@@ -190,7 +192,7 @@ class SparseStep(Step):
         self.tokens, self.q, self.index_q = end - begin, self.q[begin:end], self.index_q[begin:end]
 
     def seen(self, size: int, top_k: int, init: int, local: int) -> list[torch.Tensor]:
-        """What each head of each query sees, [H, query length, length] for each sequence, by a loop over blocks."""
+        """The masks [H, query length, length] of visible keys for each sequence, computed in a loop over blocks."""
         masks, begin = [], 0
         for row, (q_len, kv_len) in enumerate(self.lens):
             at = torch.arange(kv_len)
@@ -215,7 +217,10 @@ class SparseStep(Step):
 @pytest.mark.parametrize("page", [16, 4])
 @pytest.mark.parametrize("forced", [(0, 1), (1, 2), (0, 0)])
 def test_a_layer(forced, page, lens, m3, backend, monkeypatch):
-    """Blocks of 8 in pages of twice and of half their size; of up to 7 blocks, three are read."""
+    """A layer's step agrees with dense attention for blocks of 8 tokens and pages of twice or half that size.
+
+    Of up to 7 blocks, three are read.
+    """
     step = SparseStep(m3, lens, page=page)
     forcing = {"init_blocks": forced[0], "local_blocks": forced[1]}
     out = step.sparse(m3, monkeypatch, topk_blocks=3, sparse_block_size=8, **forcing)
@@ -225,14 +230,14 @@ def test_a_layer(forced, page, lens, m3, backend, monkeypatch):
 @pytest.mark.parametrize("index", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("layout", ["LBNHC", "BLHNC", "BHLNC"])
 def test_a_layer_in_bfloat16(layout, index, m3, backend, monkeypatch):
-    """In other orders of memory, and with index keys in 8 bits."""
+    """A layer's step in bfloat16 works with other memory layouts and with 8-bit index keys."""
     step = SparseStep(m3, MIXED, layout=layout, dtype=torch.bfloat16, index=index)
     out = step.sparse(m3, monkeypatch, topk_blocks=2, sparse_block_size=16, local_blocks=1)
     assert agrees(out.float(), step.dense(seen=step.seen(16, 2, 0, 1)), "bfloat16")
 
 
 def test_the_same_bits_in_every_batch(m3, monkeypatch):
-    """Of the backends that run here Numba's makes the promise, and vLLM's variable asks for it."""
+    """With vLLM's variable set, Numba's backend gives a request the same bits in every batch."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     settings: dict[str, Any] = dict(topk_blocks=12, sparse_block_size=64, local_blocks=1)
     lens = [(1, 1500), (7, 900), (1, 3), (30, 30)]
@@ -305,7 +310,7 @@ def test_what_ours_do_not_take(m3, monkeypatch):
 
 
 def id_of_two(kv_cache_spec: Any, config: Any) -> int:
-    """Something in the place of the ranks that share a cache."""
+    """A stand-in for `ranks_of` whose result is not None, as if ranks shared a cache."""
     return id((kv_cache_spec, config))
 
 
@@ -315,7 +320,7 @@ def test_what_it_selects(m3):
     assert chosen == (m3.RaggedM3Backend, m3.RaggedM3Impl)
 
 
-# The steps around them
+# The fused steps around attention
 
 
 def test_the_norm(m3):
@@ -335,7 +340,7 @@ def test_the_norm(m3):
 
 
 class Insert:
-    """The arguments of the step before attention, and what it should make of them."""
+    """The arguments of the fused step before attention, and its expected results."""
 
     heads, dim, rotary, page = (4, 2, 2), 16, 8, 4
 
@@ -350,7 +355,7 @@ class Insert:
         self.before = self.qkv.double().view(6, rows, self.dim).split(self.split, 1)
 
     def expected(self, which: int, weight: int) -> torch.Tensor:
-        """The heads of a kind, in float64 until they are done."""
+        """The expected heads of one kind, computed in float64 and then rounded."""
         x, w = self.before[which], self.weights[weight].double()
         x = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + w)
         cos, sin = self.table[self.positions].double()[:, None].chunk(2, -1)
@@ -381,18 +386,25 @@ def test_a_dense_layers_heads_are_changed_in_place(m3):
 @pytest.mark.parametrize("index_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("cache_dtype", ["auto", "fp8"])
 def test_a_sparse_layers_caches_are_written(cache_dtype, index_dtype, m3):
-    """At their slots alone, of which one is -1 and the last token has none; a huge index key is the largest number."""
+    """A sparse layer's caches are written only at their slots; one slot is -1, and the last token has none.
+
+    A huge index key is stored as the largest number of the format.
+    """
     given = Insert()
     given.weights[3][-1] = 1e6
     slots, index_slots = torch.tensor([5, 0, -1, 11, 2]), torch.tensor([7, 1, 4, -1, 3])
     stored = torch.float8_e4m3fn if cache_dtype == "fp8" else torch.float32
     cache = torch.full((3, 2, given.page, 2 * given.dim), torch.nan).to(stored)
-    index_cache = torch.full((2, 3, given.page, given.dim), torch.nan).to(index_dtype)[:, 1]  # blocks lie apart
+    index_cache = torch.full((2, 3, given.page, given.dim), torch.nan).to(index_dtype)[
+        :, 1
+    ]  # there are gaps between blocks
     q_out, index_q = torch.zeros(6, 4 * given.dim), torch.zeros(6, 2 * given.dim, dtype=index_dtype)
     handed = cache.view(torch.uint8) if cache_dtype == "fp8" else cache
     given.call(m3, slots, index_slots, handed, index_cache, given.page, q_out, index_q, cache_dtype)
     _, k, v, _, index_k = given.after()
-    assert torch.equal(given.after()[0].double(), given.before[0])  # it has a place of its own
+    assert torch.equal(
+        given.after()[0].double(), given.before[0]
+    )  # q is unchanged, because its results have their own memory
     torch.testing.assert_close(q_out.view(6, 4, -1), given.expected(0, 0))
     torch.testing.assert_close(k, given.expected(1, 1))
     expected = given.expected(3, 2).to(index_dtype).float()
@@ -412,7 +424,7 @@ def test_a_sparse_layers_caches_are_written(cache_dtype, index_dtype, m3):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_heads_of_16_bits(dtype, m3):
-    """Index keys have a dtype of their own, whose numbers may be larger than those of the heads."""
+    """16-bit heads work; index keys have their own dtype, which may have a larger range than that of the heads."""
     given, slots = Insert(dtype=dtype), torch.arange(6)
     cache, index_cache = torch.zeros(2, 2, 4, 32, dtype=dtype), torch.zeros(2, 4, 16, dtype=torch.bfloat16)
     given.call(m3, slots, None, cache, index_cache, 4)
@@ -427,7 +439,7 @@ def test_one_mapping_of_slots_serves_both_caches(m3):
     cache, index_cache = torch.zeros(2, 2, 4, 32), torch.zeros(2, 4, 16)
     given.call(m3, slots, None, cache, index_cache, 4)
     assert torch.equal(index_cache.view(8, 16)[:6], given.after()[4][:, 0])
-    torch.testing.assert_close(given.after()[3], given.expected(3, 2))  # in place
+    torch.testing.assert_close(given.after()[3], given.expected(3, 2))  # index queries are changed in place
 
 
 def test_a_layer_that_selects_nothing_itself(m3):
@@ -452,7 +464,7 @@ def test_what_the_step_before_attention_does_not_take(m3):
 
 @pytest.fixture
 def experts(m3: Any) -> Any:
-    """vLLM's class with ours in it."""
+    """vLLM's class of experts with our implementation bound."""
     importlib.import_module(BINDINGS).bind(False, importlib.import_module(BINDINGS).M3)
     return importlib.import_module("vllm.model_executor.layers.fused_moe.experts.cpu_moe").CPUUnquantizedExperts
 

@@ -1,7 +1,7 @@
-"""What tokens see in vLLM's decoders beyond causal attention, through our classes, against vLLM's rule in NumPy.
+"""Masks beyond causal attention in vLLM's decoders, through our classes, agree with vLLM's rule in NumPy.
 
-Image spans, flags that say which requests are causal, windows on both sides, chunks with those before, and prompts that
-stay in view. Pages that no query sees are NaN in the cache, and so is what stands behind a request's last key.
+There are image spans, causal flags of requests, windows on both sides, chunks after earlier chunks, and prompts that
+stay visible. In the cache, pages that no query sees and slots after a request's last key are NaN.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from tests import vllm_rank_fakes as ranks
 from tests.test_integration_vllm import Step, implementation, metadata_builder, vllm_config
 from tests.test_integration_vllm_ranks import HEADS, on_ranks
 
-# Whole prompts, chunks of prompts behind cached prefixes, decodes and a few drafts, in one step.
+# (query length, length) of whole prompts, chunks after cached prefixes, decodes and a few drafts, in one step.
 MIXED = [(1, 50), (9, 30), (1, 3), (40, 40), (4, 61), (33, 64)]
 DECODE = [(1, 40), (1, 16), (1, 17), (1, 1)]
 LENS = {"mixed": MIXED, "decode": DECODE}
@@ -38,7 +38,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @dataclasses.dataclass
 class Rule:
-    """What vLLM's unified attention shows a query at position q of a key at position k, one pair at a time."""
+    """The mask of vLLM's unified attention, one pair of query position q and key position k at a time."""
 
     causal: bool | Sequence[bool] = True
     window: int | None = None
@@ -64,7 +64,7 @@ class Rule:
         return seen
 
     def masks(self, lens: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """[query length, length] of each request."""
+        """The mask [query length, length] of each request."""
         return [
             torch.tensor([[self.sees(row, kv - q + i, k, kv) for k in range(kv)] for i in range(q)])
             for row, (q, kv) in enumerate(lens)
@@ -72,7 +72,7 @@ class Rule:
 
 
 def apply(rule: Rule, step: Step, **options: Any) -> torch.Tensor:
-    """A step of a layer under a rule, which reaches our classes as vLLM passes it."""
+    """The output of a layer's step under a rule, which is passed to our classes as vLLM does."""
     impl, builder = prepared(rule, step, **options)
     return step.run(impl, builder)
 
@@ -93,7 +93,10 @@ def prepared(rule: Rule, step: Step, **options: Any) -> tuple[Any, Any]:
 
 
 def drawn_spans(seed: int, lens: Sequence[tuple[int, int]]) -> dict[int, list[tuple[int, int]]]:
-    """Of each request up to four spans that do not overlap, inclusive; some of a single token, some behind its keys."""
+    """For each request up to four inclusive spans that do not overlap.
+
+    Some spans have a single token, and some lie after the request's keys.
+    """
     draw = np.random.default_rng(seed)
     spans = {}
     for row, (_, kv_len) in enumerate(lens):
@@ -114,7 +117,10 @@ def test_spans(seed, window, clamp, lens, vllm, backend):
 
 @pytest.mark.parametrize("causal", [True, (True, False, True, False, False, True)], ids=["causal", "flags"])
 def test_spans_that_a_model_takes_from_some_layers(causal, vllm, backend):
-    """vLLM's Gemma 4 does so for layers without a window, when their metadata has been built."""
+    """A model may remove the spans from some layers.
+
+    vLLM's Gemma 4 does so for layers without a window, after their metadata has been built.
+    """
     spans = {1: [(20, 29)], 3: [(0, 12), (20, 39)], 5: [(40, 60)]}
     for window in (None, 7):
         step = Step(MIXED)
@@ -167,26 +173,26 @@ def test_chunks_without_a_window_are_none(vllm, backend):
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_prompt_that_stays_in_view(window, vllm, backend):
-    """R-SWA, which takes the place of a layer's window; a query of the prompt sees nothing behind itself."""
+    """R-SWA, in which a prompt stays visible, replaces a layer's window; a query of the prompt is still causal."""
     rule = Rule(window=window, prefix_lens=[10, 30, 3, 40, 20, 64], prefix_window=8)
     step = Step(MIXED)
     seen = rule.masks(MIXED)
     assert not seen[4][:, 32:48].any()
-    step.cache[step.table[4, 2]] = float("nan")  # vLLM frees such a page
+    step.cache[step.table[4, 2]] = float("nan")  # vLLM frees pages like this one
     out = apply(rule, step)
     step.cache[step.table[4, 2]] = 0.0
     assert agrees(out, step.dense(seen=seen), "float32")
 
 
 def test_lengths_of_prompts_without_a_reference_window_change_nothing(vllm, backend):
-    """vLLM's newer runner passes them for every model."""
+    """Lengths of prompts, which vLLM's newer runner passes for every model, have no effect without R-SWA."""
     step = Step(MIXED)
     step.common.rswa_prefix_lens = torch.tensor([length for _, length in MIXED])
     assert agrees(step.run(implementation(sliding_window=9)), step.dense(window=9), "float32")
 
 
 def test_requests_that_only_pad_a_graph(vllm, backend):
-    """Rows behind the last request get empty ranges, and requests without queries have none."""
+    """Rows after the last request get empty ranges, and requests without queries need none."""
     rule = Rule(window=7, spans={1: [(20, 29)], 5: [(40, 70)]})
     step = Step(MIXED, padding=5)
     impl, builder = prepared(rule, step)
@@ -208,7 +214,10 @@ def test_requests_that_only_pad_a_graph(vllm, backend):
 
 
 def test_ranges_are_made_once_a_step_and_lie_where_they_lay(vllm, monkeypatch):
-    """Layers that agree have one array, those with another window theirs; later steps write to the same memory."""
+    """Ranges are made once per step.
+
+    Layers with equal windows share an array of ranges, and later steps write to the same memory.
+    """
     step, made = Step([(1, 50), (9, 30), (33, 64)]), []
     rule = Rule(window=7, spans={1: [(20, 29)]})
     prepared(rule, step)
@@ -229,7 +238,7 @@ def test_ranges_are_made_once_a_step_and_lie_where_they_lay(vllm, monkeypatch):
     assert len({*where}) == 3
     shared = builder.update_block_table(first, step.table + 1, step.slots)
     assert layers["0"].impl.key_ranges(layers["0"], shared) is arrays[0]
-    step.common.mm_req_doc_ranges = None  # a step without images has ranges too, since a graph may expect them
+    step.common.mm_req_doc_ranges = None  # a step without images also has ranges, because a graph may expect them
     second = builder.build(0, step.common)
     again = [layer.impl.key_ranges(layer, second) for layer in layers.values()]
     assert [array.data_ptr() for array in again] == where
@@ -244,7 +253,7 @@ def test_a_step_larger_than_any_graph_has_ranges_of_its_own(vllm, backend):
 
 
 def test_a_bound_of_the_lengths_is_enough(vllm, backend):
-    """Without one, or with one that is too long for a request that decodes, the spans are the same."""
+    """Spans are right without a bound of the lengths, and with a bound that is too large for decodes."""
     spans = {0: [(3, 9)], 1: [(20, 29)], 3: [(0, 12), (20, 39)]}
     rule = Rule(window=7, spans=spans)
     for bound in (None, torch.tensor([53, 30, 6, 40, 70, 64], dtype=torch.int32)):
@@ -257,7 +266,7 @@ def test_a_bound_of_the_lengths_is_enough(vllm, backend):
 @pytest.mark.parametrize("lens", [[(1, 34), (7, 30), (1, 3), (18, 18)], [(20, 20), (9, 9)]], ids=["mixed", "whole"])
 @pytest.mark.parametrize("kind", ["spans", "flags"])
 def test_over_ranks(kind, lens, vllm, backend):
-    """Under context parallelism the earlier keys are seen by all, and ranges are those of the new tokens."""
+    """Under context parallelism all queries see the earlier keys, and ranges cover only the new tokens."""
     spans = {0: [(2, 15)], 1: [(5, 8), (20, 27)], 3: [(0, 5), (7, 12)]}
     rule = Rule(spans={row: of_row for row, of_row in spans.items() if row < len(lens)})
     if kind == "flags":
@@ -266,11 +275,13 @@ def test_over_ranks(kind, lens, vllm, backend):
     prepared(rule, whole)
     out = on_ranks(whole, 2, 4, [{}] * 2, spans=kind == "spans")
     whole.common.causal, whole.common.mm_req_doc_ranges = True, None
-    whole.run(implementation(num_heads=2 * HEADS, num_kv_heads=1))  # writes what the definition reads
+    whole.run(
+        implementation(num_heads=2 * HEADS, num_kv_heads=1)
+    )  # writes the new keys to the cache that `dense` reads
     assert agrees(out, whole.dense(seen=rule.masks(lens)), "float32")
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

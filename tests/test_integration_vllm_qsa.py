@@ -1,4 +1,4 @@
-"""Qwen4's sparse attention in vLLM: what is bound, and its functions by loops over queries in float64."""
+"""Qwen4's sparse attention in vLLM: the bound functions, and their agreement with float64 loops over queries."""
 
 import importlib
 import importlib.util
@@ -21,14 +21,14 @@ from tests.test_integration_vllm import expect_compatible
 
 ours: Any = module
 BINDINGS = "ragged_attention.integrations._vllm_bindings"
-# Requests of one new token, of several after earlier ones, of none, and whole prompts.
+# Requests with one new token, with several after earlier tokens, without new tokens, and two whole prompts.
 NEW, LENS = [1, 6, 0, 9, 2], [14, 37, 3, 9, 2]
 PAGE, RATIO, HEADS, DIM = 8, 4, 3, 16
 
 
 @pytest.fixture
 def qsa(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Our module beside a vLLM for an NVIDIA GPU, nothing of which is bound yet."""
+    """Our module with a fake vLLM for an NVIDIA GPU, in which nothing is bound yet."""
     with fakes.unbound(monkeypatch, "_vllm_qsa", device="sm90") as module:
         yield module
 
@@ -39,7 +39,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-# Where it is bound
+# Where our functions are bound
 
 
 @pytest.mark.parametrize("device", ["sm80", "sm90", "gfx1200", "cpu"])
@@ -64,14 +64,14 @@ def test_it_is_bound_on_nvidias_gpus_if_the_user_asks(asked, device, monkeypatch
 def test_signatures(qsa):
     for one in importlib.import_module(BINDINGS).QSA:
         fake = getattr(qsa_fakes, one.name)
-        if one.name != "qsa_sparse_paged_attention":  # one of whose arguments goes by name only
+        if one.name != "qsa_sparse_paged_attention":  # one of its arguments is keyword-only
             expect_compatible(one.ours, fake, one.name)
         assert [*inspect.signature(one.ours).parameters] == [*inspect.signature(fake).parameters]
 
 
-@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
+@pytest.mark.filterwarnings("ignore")  # warnings of vLLM and of what it imports
 def test_vllm_has_what_is_bound():
-    """Where vLLM is installed: each name, with the signature of its fake."""
+    """If vLLM is installed, it has each bound name with the signature of its fake."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     for one in importlib.import_module(BINDINGS).QSA:
@@ -93,7 +93,7 @@ def queries() -> list[tuple[int, int]]:
 
 
 def pages_of(lens: list[int], page: int) -> tuple[int, torch.Tensor]:
-    """How many pages there are, and shuffled tables with garbage behind the last page that a request has."""
+    """The number of pages, and shuffled page tables with garbage after each request's last page."""
     columns = -(-max(lens) // page) + 1
     table = torch.randperm(len(lens) * columns).int().view(len(lens), columns)
     for row, length in enumerate(lens):
@@ -102,13 +102,15 @@ def pages_of(lens: list[int], page: int) -> tuple[int, torch.Tensor]:
 
 
 class Groups:
-    """Keys of the groups of `LENS`, NaN where there is none, and queries for them."""
+    """The keys of the groups of `LENS`, with NaN in unused slots, and queries for them."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(3)
         self.lens = [length // RATIO for length in LENS]
         pages, self.table = pages_of(self.lens, 2)
-        self.cache = torch.full((2, pages, 2, 1, DIM), torch.nan).to(dtype)[1]  # behind another layer's
+        self.cache = torch.full((2, pages, 2, 1, DIM), torch.nan).to(dtype)[
+            1
+        ]  # follows another layer's cache in memory
         for row, count in enumerate(self.lens):
             for group in range(count):
                 self.cache[self.table[row, group // 2], group % 2, 0] = torch.randn(DIM).to(dtype)
@@ -116,7 +118,7 @@ class Groups:
         self.visible = ints([(position + 1) // RATIO for _, position in queries()])
 
     def expect(self, got: torch.Tensor, rows: slice, top_k: int) -> None:
-        """A row lists in order the groups of the largest sums of positive products."""
+        """Assert that each row lists, in order, the groups with the largest sums of positive products."""
         for token, (row, position) in [*enumerate(queries())][rows]:
             count = (position + 1) // RATIO
             at = torch.arange(count)
@@ -133,7 +135,7 @@ class Groups:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("top_k", [3, 12])
 def test_groups_of_prompts(top_k, dtype, qsa, backend):
-    """The prompts of a step whose first row is a decode; of up to nine groups."""
+    """Groups are selected for the prompts of a step, whose first row is a decode; a prompt has up to nine groups."""
     made = Groups(dtype)
     edges = ints([0, *NEW]).cumsum(0).int()
     got = torch.full((sum(NEW) - 1, top_k), 99, dtype=torch.int32)
@@ -146,7 +148,7 @@ def test_groups_of_prompts(top_k, dtype, qsa, backend):
 
 @pytest.mark.parametrize("length", [1, 3])
 def test_groups_of_decodes(length, qsa, backend, monkeypatch):
-    """With drafts, and a request of none, as a graph has."""
+    """Groups are selected for decodes with drafts, and for a request without groups, as in a graph."""
     monkeypatch.setitem(globals(), "NEW", [length, length, 0])
     monkeypatch.setitem(globals(), "LENS", [14, 37, 0])
     made = Groups(torch.bfloat16)
@@ -160,7 +162,10 @@ def test_groups_of_decodes(length, qsa, backend, monkeypatch):
 
 @pytest.mark.parametrize("ratio", [1, 2, 4, 8])
 def test_lengths_let_queries_see_their_groups(ratio, qsa):
-    """Whatever a chunk begins and ends with; rows behind the last request are padding."""
+    """With the computed lengths, queries see their groups wherever a chunk begins and ends.
+
+    Rows after the last request are padding.
+    """
     for begin in range(9):
         for count in range(1, 9):
             positions = torch.arange(begin, begin + count)
@@ -179,11 +184,14 @@ def test_lengths_let_queries_see_their_groups(ratio, qsa):
 @pytest.mark.parametrize("prefill", [False, True])
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_attention(cache_dtype, prefill, qsa, backend):
-    """Lists with an end, -1 and positions without a page among them, a row of no request, and one without a list."""
+    """Attention agrees with loops over queries.
+
+    Lists have an end, and contain -1 and positions without a page. One row has no request, and one has an empty list.
+    """
     torch.manual_seed(4)
     pages, table = pages_of(LENS, PAGE)
     table[table == 2**30] = -1
-    table[1, 1] = pages + 3  # whose positions nobody has
+    table[1, 1] = pages + 3  # an invalid page
     cache = torch.full((pages, 2, PAGE, 2 * DIM), torch.nan).to(cache_dtype)
     step, width = queries(), 11
     lists = torch.full((len(step), width + 1), -1, dtype=torch.int32)
@@ -193,7 +201,7 @@ def test_attention(cache_dtype, prefill, qsa, backend):
         lists[token, : len(at)] = ints(at)
         lists[token, len(at) // 2] = (-1, 2**20, at[len(at) // 2])[token % 3]
         lists[token, -1] = count = len(at) - (token % 2)
-        lists[token, count:-1] = 0  # which the count leaves out
+        lists[token, count:-1] = 0  # excluded by the count
         kept = [each for each in lists[token, :count].tolist() if 0 <= each < 2**20]
         named.append([each for each in kept if not (row == 1 and each // PAGE == 1)])
         for each in named[token]:
@@ -237,7 +245,7 @@ def test_no_tokens(prefill, qsa, backend):
 
 
 def test_tables_too_large_to_be_joined(qsa, monkeypatch):
-    """Positions beyond int32: each token has its own table then."""
+    """If joined tables would have positions beyond int32, each token gets its own table, and results are equal."""
     torch.manual_seed(5)
     cache = torch.randn(4, PAGE, 2, DIM).bfloat16()
     q, lists = torch.randn(3, 4, DIM).bfloat16(), ints([[0, 9, 2], [15, 1, 2], [3, 3, 1]])

@@ -1,7 +1,7 @@
 """vLLM's decode context parallelism through our classes, on ranks that are threads of one process.
 
-Each rank has its own query heads and its own positions of the cache, the rest of which is NaN, and numbers its pages
-apart from the others. What the ranks return together must be what one rank returns that holds everything.
+Each rank has its own query heads, its own positions of the cache (the rest is NaN) and its own page numbers. Together
+the ranks must return the result of one rank that holds the whole cache.
 """
 
 import dataclasses
@@ -34,10 +34,11 @@ from tests.test_integration_vllm import (
     vllm_config,
 )
 
-# Contexts of 33, 23, 2, 0 and 0 keys: of the third request some ranks of four have nothing, of the last two all.
+# Contexts of 33, 23, 2, 0 and 0 keys. Some of four ranks hold no key of the third request, and none holds one of the
+# last two.
 MIXED = [(1, 34), (7, 30), (1, 3), (18, 18), (1, 1)]
 DECODE = [(1, 34), (1, 2), (1, 17)]
-HEADS = 2  # of a rank
+HEADS = 2  # query heads per rank
 
 
 @pytest.fixture(params=["eager", "numba"])
@@ -47,9 +48,9 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def dealt(table: torch.Tensor, lens: Sequence[int], page: int, shard: KvShard) -> tuple[torch.Tensor, Any]:
-    """A rank's own page table, and a function from a request and its positions to the slots of those that it holds."""
+    """A rank's page table, and a function from a request and positions to the rank's slots, -1 for other ranks'."""
     pages = [-(-int(shard.lengths(torch.tensor(length))) // page) for length in lens]
-    own = torch.full_like(table, 9999)  # what is not used must not be read as a page
+    own = torch.full_like(table, 9999)  # unused entries must not be read as pages
     order = (torch.randperm(sum(pages)) + 1).tolist()
     for row, count in enumerate(pages):
         own[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
@@ -62,7 +63,7 @@ def dealt(table: torch.Tensor, lens: Sequence[int], page: int, shard: KvShard) -
 
 
 def part_of(whole: Step, group: ranks.Group, interleave: int) -> Step:
-    """The step as a rank sees it."""
+    """One rank's part of a step."""
     shard, page, heads = KvShard(group.world_size, interleave, group.rank_in_group), whole.page, group.rank_in_group
     part = object.__new__(Step)
     vars(part).update(vars(whole))
@@ -83,7 +84,10 @@ def part_of(whole: Step, group: ranks.Group, interleave: int) -> Step:
 
 
 def on_ranks(whole: Step, size: int, interleave: int, layers: Sequence[dict[str, Any]], **config: Any) -> torch.Tensor:
-    """A layer's step on each rank; the heads of all ranks side by side. `layers` are the ranks' own options."""
+    """The output of a layer's step on each rank, with the heads of all ranks side by side.
+
+    `layers` has the options of each rank.
+    """
 
     def rank(group: ranks.Group) -> torch.Tensor:
         part = part_of(whole, group, interleave)
@@ -107,11 +111,11 @@ def test_attention_over_ranks(size, interleave, lens, vllm, backend):
 
 @pytest.mark.parametrize("exchange", ["ag_rs", "a2a"])
 def test_soft_caps_and_sinks_over_ranks(exchange, vllm, backend):
-    """A sink counts once, whatever the number of ranks, and for the heads of its own rank."""
+    """A sink counts only once, for the heads of its own rank, whatever the number of ranks."""
     whole, sinks = Step(MIXED, heads=(4, 1)), torch.tensor([0.5, -1.0, 2.0, 0.0])
     layers = [{"logits_soft_cap": 1.5, "sinks": own} for own in sinks.split(HEADS)]
     out = on_ranks(whole, 2, 4, layers, exchange=exchange)
-    whole.run(implementation(num_heads=4, num_kv_heads=1))  # which writes the new keys
+    whole.run(implementation(num_heads=4, num_kv_heads=1))  # writes the new keys
     assert agrees(out, whole.dense(cap=1.5, sinks=sinks), "float32")
 
 
@@ -123,7 +127,10 @@ def test_bfloat16_over_ranks(vllm, backend):
 
 
 def test_an_8_bit_cache_over_ranks(vllm, backend):
-    """Earlier keys as the cache holds them; those of the step as they are, since no rank's cache has them all."""
+    """Earlier keys are read from the 8-bit cache.
+
+    The step's own keys are used unquantised, because no rank's cache has all of them.
+    """
     whole = Step([(1, 34), (7, 30)], heads=(4, 1), cache_dtype="fp8", scales=(0.5, 0.25))
     out = on_ranks(whole, 2, 4, [{"kv_cache_dtype": "fp8"}] * 2)
     begin = 0
@@ -149,7 +156,7 @@ def test_new_tokens_that_see_each_other_over_ranks(vllm, backend):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_step_without_context_exchanges_nothing(known, vllm, backend):
-    """If the host knows that no request has earlier keys; the result is the same if it does not know."""
+    """There is no exchange if the host knows that no request has earlier keys; otherwise the result is equal."""
     whole = Step([(5, 5), (20, 20)], heads=(4, 1))
     if known:
         whole.common.seq_lens_cpu_upper_bound = whole.common.seq_lens
@@ -168,7 +175,10 @@ def test_a_step_without_context_exchanges_nothing(known, vllm, backend):
 
 
 def test_a_graph_is_captured_with_its_exchanges(vllm):
-    """Its steps differ in whether there is context, and the lengths lie where they lay when it was captured."""
+    """A captured graph contains the exchanges, because only some of its steps have context.
+
+    The lengths stay in the memory that they had during the capture.
+    """
     whole = Step([(5, 5), (20, 20)], heads=(4, 1))
     whole.common.seq_lens_cpu_upper_bound = whole.common.seq_lens
 
@@ -188,7 +198,10 @@ def test_a_graph_is_captured_with_its_exchanges(vllm):
 
 
 def test_a_cache_that_every_rank_holds_is_read_as_ever(vllm, backend):
-    """As a small draft model's: vLLM says so in the specification of the cache."""
+    """A cache that every rank holds whole is read as without ranks.
+
+    Small draft models have such caches, which vLLM marks in the cache's specification.
+    """
     whole = Step(MIXED, heads=(4, 1))
     builder = metadata_builder(SimpleNamespace(dcp_sharded=False), ranks=2)
     assert agrees(whole.run(implementation(num_heads=4, num_kv_heads=1), builder), whole.dense(), "float32")
@@ -211,7 +224,7 @@ def test_a_cache_that_every_rank_holds_is_read_as_ever(vllm, backend):
 )
 def test_a_layer_that_cannot_run_over_ranks_is_refused(options, message, vllm):
     def rank(group: ranks.Group) -> None:
-        implementation(attn_type="encoder_only")  # which has no cache to share
+        implementation(attn_type="encoder_only")  # accepted, because this layer has no cache
         with pytest.raises(Unsupported, match=message):
             implementation(**options)
 
@@ -225,16 +238,16 @@ def test_a_layer_that_cannot_run_over_ranks_is_refused(options, message, vllm):
 @pytest.mark.parametrize("q_lens", [(1, 1, 1), (1, 6, 2)], ids=["decode", "mixed"])
 @pytest.mark.parametrize(("size", "interleave"), [(2, 1), (2, 4), (4, 16)])
 def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, backend):
-    """Each rank takes of the lists what is its own; what they have in common is the list, by its positions."""
+    """Sparse MLA works over ranks: each rank attends to its own positions in the lists, which all ranks share."""
     whole, tokens, heads = Latents([40, 16, 23], rank=512, rope=64), sum(q_lens), HEADS * size
     owner = [row for row, n in enumerate(q_lens) for _ in range(n)]
     seen = [whole.lens[row] - n + i + 1 for row, n in enumerate(q_lens) for i in range(n)]
     buffer = torch.full((tokens + 4, 8), -1, dtype=torch.int32)
     for t in range(tokens):
         chosen = torch.randperm(seen[t])[:5].int()
-        buffer[t, torch.randperm(8)[: len(chosen)]] = chosen  # -1 anywhere among them
-    buffer[0] = -1  # a list of nothing
-    buffer[1, :], buffer[1, 3] = -1, seen[1] - 1  # a list that only one rank has anything of
+        buffer[t, torch.randperm(8)[: len(chosen)]] = chosen  # lists may contain -1 anywhere
+    buffer[0] = -1  # an empty list
+    buffer[1, :], buffer[1, 3] = -1, seen[1] - 1  # a list whose only position is on one rank
     q = torch.randn(tokens, heads, 576)
     packed = kv_cache_dtype == "fp8_ds_mla"
     width, dtype, unwritten = (656, torch.uint8, 255) if packed else (576, torch.float32, float("nan"))
@@ -260,7 +273,7 @@ def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, b
             block_table_tensor=table, slot_mapping=own,
         )  # fmt: skip
         metadata = builder.build(0, common)
-        assert metadata.seq_lens is whole.kv_lens  # vLLM's layer takes it from here
+        assert metadata.seq_lens is whole.kv_lens  # vLLM's layer reads it there
         out, lse = impl.forward_mqa(q, cache, metadata, SimpleNamespace())
         assert (out[0] == 0).all()
         assert (lse[0] == float("-inf")).all()
@@ -270,7 +283,7 @@ def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, b
     results = ranks.on_ranks(size, rank)
     out, lse = (torch.cat([result[i] for result in results], dim=1) for i in range(2))
     rows = torch.cat(whole.rows)
-    if packed:  # as the rank that holds a position has written it
+    if packed:  # each position's row as written by the rank that holds it
         holder = torch.cat([torch.arange(length) // interleave % size for length in whole.lens])
         rows = torch.stack([result[2][0] for result in results])[holder, torch.arange(len(rows))]
     kept = rows.split(whole.lens)
@@ -282,7 +295,7 @@ def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, b
 
 
 def test_padding_stays(vllm):
-    """`KEPT` rows behind the step's tokens are not written under context parallelism either."""
+    """Padding rows of the output keep `KEPT` under context parallelism too."""
     whole = Step(DECODE, heads=(4, 1), padding=5)
-    out = on_ranks(whole, 2, 1, [{}] * 2)  # `Step.run` compares them
+    out = on_ranks(whole, 2, 1, [{}] * 2)  # `Step.run` checks the padding rows
     assert not (out == KEPT).any()

@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in vLLM on a CPU: what is bound, the tables of a step by loops, and attention by its definition."""
+"""DeepSeek-V4 in vLLM on a CPU: the bound functions, a step's tables against loops, and attention by its definition."""
 
 import importlib
 import importlib.util
@@ -23,7 +23,7 @@ from tests.test_integration_vllm import expect_compatible
 ours: Any = module
 V4 = "ragged_attention.integrations._vllm_v4"
 BINDINGS = "ragged_attention.integrations._vllm_bindings"
-# Requests of one new token, of several after earlier ones, of none, and a whole prompt; the first is a decode.
+# Requests with one new token (a decode), with several after earlier tokens, without new tokens, and a whole prompt.
 NEW, LENS = [1, 6, 0, 9], [14, 17, 3, 9]
 STARTS = [0, 1, 7, 7, 16]
 QUERIES = [(row, length - n + i) for row, (n, length) in enumerate(zip(NEW, LENS, strict=True)) for i in range(n)]
@@ -32,7 +32,7 @@ BLOCK = 4
 
 @pytest.fixture
 def v4(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Our functions beside a vLLM for CPUs, nothing of which is bound yet."""
+    """Our functions with a fake vLLM for CPUs, in which nothing is bound yet."""
     with fakes.unbound(monkeypatch, "_vllm_v4") as module:
         yield module
 
@@ -42,7 +42,7 @@ def ints(values: Any) -> torch.Tensor:
 
 
 def table_of(block: int) -> torch.Tensor:
-    """Shuffled blocks of all requests, with garbage behind the last block that one has."""
+    """A block table with shuffled blocks, and with garbage after each request's last block."""
     columns = -(-max(LENS) // block) + 1
     table = (torch.randperm(len(LENS) * columns) + 1).int().view(len(LENS), columns)
     for row, length in enumerate(LENS):
@@ -58,7 +58,7 @@ def test_it_is_bound_on_cpus_alone(v4, monkeypatch):
     ours.register(cpu=True)
     bindings: Any = importlib.import_module(BINDINGS)
     assert bindings.DeepseekV32ForCausalLM == "generic V3.2"
-    assert layer.forward_mqa is v4_fakes.forward_mqa  # until V4 is loaded
+    assert layer.forward_mqa is v4_fakes.forward_mqa  # ours is bound when V4 is loaded
     assert bindings.DeepseekV4ForCausalLM == "V4 for CPUs"
     assert layer.forward_mqa is v4.forward_mqa
     utilities: Any = importlib.import_module("vllm.v1.attention.backends.mla.compressor_utils")
@@ -81,9 +81,9 @@ def test_signatures(v4):
         expect_compatible(mine, v4_fakes.KERNELS[name], name)
 
 
-@pytest.mark.filterwarnings("ignore")  # of vLLM and what it imports
+@pytest.mark.filterwarnings("ignore")  # warnings of vLLM and of what it imports
 def test_vllm_has_what_is_bound():
-    """Where vLLM is installed: each name, with the signature of its fake."""
+    """If vLLM is installed, it has each bound name with the signature of its fake."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
     for one in importlib.import_module(BINDINGS).V4:
@@ -110,7 +110,7 @@ def test_the_requests_of_tokens(v4):
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 4)])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_where_compressed_entries_go(ratio, ranks, v4):
-    """The last token of each group writes; a token without a slot does not."""
+    """Compressed entries are written by the last token of each group, except a token without a slot."""
     world, interleave = ranks
     table, slots = table_of(BLOCK), torch.arange(16)
     slots[3] = slots[11] = -1
@@ -128,7 +128,7 @@ def test_where_compressed_entries_go(ratio, ranks, v4):
 
 
 def visible(position: int, window: int, left: int, replay: int) -> int:
-    """The first position that a token's window has."""
+    """The first position in a token's window."""
     return max(position - (window - 1) - max(left - (window - 1), 0), 0, replay)
 
 
@@ -174,7 +174,10 @@ def test_keys_of_prefills(v4):
 
 
 def cache_of(blocks: int, block: int, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's view [blocks, block, 584] of pages with gaps between them, NaN where unused; and its rows dequantised."""
+    """vLLM's view [blocks, block, 584] of pages with gaps between them, and its dequantised rows.
+
+    Unused rows are NaN.
+    """
     rows = torch.randn(blocks, block, 1, 512).bfloat16()
     rows.view(-1, 512)[~used] = torch.nan
     packed = quantize_mla_cache(rows, "fp8_v4")
@@ -187,10 +190,13 @@ def cache_of(blocks: int, block: int, used: torch.Tensor) -> tuple[torch.Tensor,
 @pytest.mark.parametrize("ratio", [1, 4, 128])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention(dtype, ratio, v4, monkeypatch):
-    """A decode and prefills in a step, each token over its window and over the compressed entries it may see."""
+    """Attention is right for a decode and prefills in one step.
+
+    Each token attends to its window and to its visible compressed entries.
+    """
     torch.manual_seed(0)
     tokens, heads, window = len(QUERIES), 3, 5
-    # Entries of 128 tokens want positions that have some.
+    # With entries of 128 tokens, positions must be large enough to see an entry.
     offset = 120 if ratio == 128 else 0
     queries = [(row, position + offset) for row, position in QUERIES]
     blocks = 80
@@ -201,11 +207,11 @@ def test_attention(dtype, ratio, v4, monkeypatch):
         lists.append([int(sliding[row, each // 8 % 19]) * 8 + each % 8 for each in seen])
     slots = ints([one + [-1] * (window - len(one)) for one in lists]).unsqueeze(1)
     count = [(position + 1) // ratio if ratio > 1 else 0 for _, position in queries]
-    selected = torch.full((tokens + 2, 6), -1, dtype=torch.int32)  # more rows than tokens
+    selected = torch.full((tokens + 2, 6), -1, dtype=torch.int32)  # has two more rows than tokens
     for token in range(tokens):
         chosen = torch.randperm(count[token])[:6] if ratio == 4 else torch.arange(count[token])
         selected[token, : len(chosen)] = chosen.int()
-    # Of 256 tokens a block, so many entries are one page.
+    # The number of entries in a page of 256 tokens.
     page = max(256 // ratio, 1) if ratio > 1 else 1
     extra = [
         [int(entries[row, each // page]) * page + each % page for each in selected[token].tolist() if each >= 0]
@@ -222,7 +228,7 @@ def test_attention(dtype, ratio, v4, monkeypatch):
         compress_ratio=ratio, indexer=object() if ratio == 4 else None, topk_indices_buffer=selected,
         max_model_len=300, attn_sink=torch.nn.Parameter(torch.randn(heads)), scale=512**-0.5,
     )  # fmt: skip
-    wide = torch.nn.functional.pad(slots[1:], (0, 3), value=-1)  # of prefills, as if there were images
+    wide = torch.nn.functional.pad(slots[1:], (0, 3), value=-1)  # wider lists of prefills, as for images
     step = SimpleNamespace(
         decode_swa_indices=slots[:1], prefill_swa_indices=wide,
         token_to_req_indices=ints([row for row, _ in queries]),
@@ -230,7 +236,7 @@ def test_attention(dtype, ratio, v4, monkeypatch):
     tables = SimpleNamespace(block_table=entries, block_size=256)
     context = SimpleNamespace(attn_metadata={"swa": step, "attn": tables})
     monkeypatch.setattr(importlib.import_module("vllm.forward_context"), "get_forward_context", lambda: context)
-    q = torch.randn(tokens + 2, heads, 512).to(dtype)  # two rows of padding
+    q = torch.randn(tokens + 2, heads, 512).to(dtype)  # the last two rows are padding
     positions = torch.tensor([position for _, position in queries] + [0, 0])
     for backend in ("eager", "numba"):
         out = torch.full_like(q, 7)
@@ -242,7 +248,7 @@ def test_attention(dtype, ratio, v4, monkeypatch):
             logits = q[token].double() @ rows.T * layer.scale
             weights = torch.cat((logits, layer.attn_sink.detach().double()[:, None]), 1).softmax(1)[:, :-1]
             torch.testing.assert_close(out[token].double(), weights @ rows, rtol=2e-2, atol=1e-2)
-    step.decode_swa_indices, step.prefill_swa_indices = slots, None  # a step of decodes
+    step.decode_swa_indices, step.prefill_swa_indices = slots, None  # a step with only decodes
     again = torch.full_like(q, 7)
     v4.forward_mqa(layer, q, None, positions, again)
     torch.testing.assert_close(again, out, rtol=2e-2, atol=1e-2)
