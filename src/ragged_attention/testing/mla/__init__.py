@@ -1,1 +1,1 @@
-"""Attention over latent caches (MLA), and what makes and fills such caches."""
+"""Checks of attention over latent caches (MLA), and of the operations that create and fill such caches."""

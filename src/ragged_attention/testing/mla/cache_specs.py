@@ -1,6 +1,6 @@
-"""Batches of the operations around latent attention, and the structures they are made from.
+"""Batches of the operations around latent attention, and the specs from which they are built.
 
-Caches quantised and dequantised, latents written, positions turned into slots, decode steps scheduled.
+These operations quantise and dequantise caches, write latents, convert positions to slots, and schedule decode steps.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ class QuantizeBatch(LatentArrays):
 
     @property
     def laid_out(self) -> str:
-        """The format in its layout, as `latents` names it."""
+        """The name of the format and its layout in `latents`."""
         return self.format if self.cache_layout is None else f"{self.format}, {self.cache_layout}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DequantizeBatch(LatentArrays):
-    """The arguments of one `dequantize_mla_cache` call in NumPy; `dtype` is that of the result."""
+    """The arguments of one `dequantize_mla_cache` call in NumPy; `dtype` is the result's dtype."""
 
     PAGES: ClassVar[tuple[str, ...]] = ("cache",)
 
@@ -81,12 +81,12 @@ class SlotsBatch(LatentArrays):
 class ScheduleBatch(LatentArrays):
     """The arguments of one `make_decode_schedule` call in NumPy."""
 
-    kv_lens: NDArray[np.int32] | None  # of a dense call
+    kv_lens: NDArray[np.int32] | None  # only in a dense call
     batch_size: int
     num_q_tokens: int = 1
     num_q_heads: int = 1
     num_kv_heads: int = 1
-    topk: int | None = None  # of a sparse one
+    topk: int | None = None  # only in a sparse call
     topk_lens: NDArray[np.int32] | None = None
     extra_topk: int | None = None
     extra_topk_lens: NDArray[np.int32] | None = None
@@ -95,7 +95,7 @@ class ScheduleBatch(LatentArrays):
 
 
 def schedule_batch(batch: DecodeBatch, num_parts: int = 3, overhead: int = 5) -> ScheduleBatch:
-    """The schedule that a decode call would be given."""
+    """The arguments for making the schedule of a decode call."""
     _, num_q_tokens, num_q_heads, _ = batch.q.shape
     lens: dict[str, Any] = {"kv_lens": batch.kv_lens}
     if batch.indices is not None:
@@ -120,13 +120,13 @@ def schedule_batch(batch: DecodeBatch, num_parts: int = 3, overhead: int = 5) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeSpec:
-    """The structure of a `quantize_mla_cache` call; some rows may hold values of every size, and special ones."""
+    """The parameters of a `quantize_mla_cache` call; rows may hold values of any size and special values."""
 
     format: str = "fp8_v32"
     num_pages: int = 2
     page_size: int = 3
     power_of_two_scales: bool = True
-    reach: int = 0  # powers of ten between the largest and the smallest groups
+    reach: int = 0  # groups are scaled by up to this power of ten, up or down
     special: bool = False
     dtype: str = "float32"
     strided: bool = False
@@ -154,12 +154,12 @@ class QuantizeSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizeSpec:
-    """The structure of a `dequantize_mla_cache` call: a cache as one has it, or `any` bytes at all."""
+    """The parameters of a `dequantize_mla_cache` call: a quantised cache, or arbitrary bytes."""
 
     format: str = "fp8_v32"
     num_pages: int = 2
     page_size: int = 3
-    scales: str | None = "arbitrary"  # None: any bytes
+    scales: str | None = "arbitrary"  # None: arbitrary bytes
     dtype: str = "float32"
     cache_dtype: str = "uint8"
     strided: bool = False
@@ -171,7 +171,7 @@ class DequantizeSpec:
         shape = (self.num_pages, self.page_size, 1)
         if self.scales is None:
             cache = rng.integers(0, 256, (*shape, layout.token_bytes), np.uint8)
-            # But nothing so small that devices would take it, or a product with it, for zero.
+            # Exclude numbers that are so small that devices may flush them, or products with them, to zero.
             fields = latents.fields_of(cache, self.format)
             if layout.scales != "float8_e4m3fn":
                 exponents = fields.scales[..., 3::4] if layout.scales == "float32" else fields.scales
@@ -191,7 +191,7 @@ class DequantizeSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentWriteSpec:
-    """The structure of a `write_mla_cache` call in which no two tokens go to one slot."""
+    """The parameters of a `write_mla_cache` call in which all tokens have different slots."""
 
     format: str = "plain"
     tokens: int = 5
@@ -203,11 +203,11 @@ class LatentWriteSpec:
     slots: str = "int32"
     dtype: str = "float32"
     cache_dtype: str = "uint8"
-    stored: str | None = None  # the numbers of a plain 8-bit cache
-    scale: str | None = None  # of a plain cache, as the `scales` of a `Spec`: float, array, heads; or power, of two
-    rope: str | None = None  # the `rope_scale` of a plain cache, in the same words
-    d_v: int | None = None  # the columns before those of `rope`; None: two thirds
-    reach: float = 1.0  # 1000 goes beyond what an 8-bit float can hold
+    stored: str | None = None  # the dtype of a plain 8-bit cache
+    scale: str | None = None  # `kv_scale` of a plain cache: float, array, heads (as in `Spec.scales`) or power
+    rope: str | None = None  # `rope_scale` of a plain cache, of the same kinds
+    d_v: int | None = None  # number of columns before the rotary ones; None: two thirds
+    reach: float = 1.0  # scale of the values; 1000 exceeds the range of e4m3
     strided: bool = False
     seed: int = 0
 
@@ -254,7 +254,7 @@ class LatentWriteSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotsSpec:
-    """The structure of a `page_indices_to_slots` call: any positions, and page indices of which some are wild."""
+    """The parameters of a `page_indices_to_slots` call; if `wild`, positions and page indices may be any int32."""
 
     shape: tuple[int, ...] = (3, 7)
     columns: int = 4
@@ -280,7 +280,7 @@ class SlotsSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """The structure of a `make_decode_schedule` call; `topk` of 0 is a dense one."""
+    """The parameters of a `make_decode_schedule` call, which is dense if `topk` is 0."""
 
     seqs: int = 3
     longest: int = 700

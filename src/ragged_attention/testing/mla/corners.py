@@ -1,4 +1,4 @@
-"""A named batch for every edge of the operations on latent caches."""
+"""Named batches for the edge cases of the operations on latent caches."""
 
 import dataclasses
 from collections.abc import Callable
@@ -88,7 +88,7 @@ _PREFILLS: dict[str, PrefillSpec] = {
     "fp8_v41, page": PrefillSpec(**V41_PAGE, page_size=5, heads=2, lens="wild", poison="inf", cache_dtype="int8"),
     "fp4_v41, page": PrefillSpec(**FP4_PAGE, page_size=2, heads=17, topk=13, dtype="float16", poison="nan"),
     "fp4_v41, V of 64": PrefillSpec(format="fp4_v41", d_v=64, page_size=4, poison="nan", dtype="float32"),
-    # Without rotary columns, as some models are; their head counts and top-k.
+    # Models without rotary columns, with their head counts and top-k.
     "512/512, 12 heads, top-k 640": PrefillSpec(
         d_qk=512, d_v=512, tokens=2, heads=12, rows=900, topk=640, lens="inside", dtype="bfloat16", poison="nan"
     ),
@@ -105,7 +105,7 @@ _PREFILLS: dict[str, PrefillSpec] = {
 
 
 def _wild_everywhere() -> PrefillBatch:
-    """Each index value that could be mistaken for a row, among valid ones."""
+    """A batch with invalid indices that a kernel could mistake for rows, among valid ones."""
     batch = PrefillSpec(tokens=1, rows=6, topk=16, entries="distinct").build()
     indices = batch.indices.copy()
     indices[0, 0] = [5, -1, 6, 7, INT32.max, INT32.min, -6, 0, 2**30, 2**16, 2**24, -(2**31) + 5, 5, 3, 2147480000, 1]
@@ -187,7 +187,7 @@ _DECODES: dict[str, DecodeSpec] = {
     "lengths 0": DecodeSpec(topk=9, lens="zero", sinks="normal", poison="nan"),
     **{f"{heads} heads": DecodeSpec(topk=11, heads=heads, dtype="bfloat16") for heads in (7, 16, 17)},
     "128 heads": DecodeSpec(topk=5, heads=128, kv_lens=(9,), dtype="bfloat16"),
-    # Tiles for the widest matrix instructions, with more keys than these take at once.
+    # Sizes for the widest matrix instructions, with more keys than one instruction takes.
     "576/512, 64 heads": DecodeSpec(
         topk=150, heads=64, d_qk=576, d_v=512, kv_lens=(300,), page_size=16, lens="inside", dtype="bfloat16",
         poison="nan",
@@ -211,7 +211,7 @@ _DECODES: dict[str, DecodeSpec] = {
         **V32, topk=261, kv_lens=(300, 40), page_size=16, heads=2, scales="far apart", magnitude=3.0, sm_scale=-1.0,
         dtype="bfloat16", lens="inside", poison="nan",
     ),
-    # More than parts of a schedule, so that one part has several.
+    # More sequences than parts of a schedule, so that one part has several.
     "fp8_v32, many short lists": DecodeSpec(
         **V32, topk=70, heads=9, kv_lens=(40, 90, 1, 80, 9, 75, 20), page_size=16, dtype="bfloat16", poison="nan"
     ),
@@ -296,14 +296,14 @@ def _decode(**fields: Any) -> DecodeBatch:
 
 
 def _changed(batch: DecodeBatch, name: str, entries: dict[Any, int]) -> DecodeBatch:
-    """A batch with single entries of one of its arrays replaced."""
+    """The batch with single entries of one of its arrays replaced."""
     array = getattr(batch, name).copy()
     for index, value in entries.items():
         array[index] = value
     return batch.change(**{name: array})
 
 
-# Index values against the law, whose meaning the definition gives all the same.
+# Invalid index values, for which the results are still defined, and other special calls.
 _VALUES: dict[str, Callable[[], DecodeBatch]] = {
     "dense, kv_len over what the table holds": lambda: _changed(_decode(), "kv_lens", {0: INT32.max, 1: 1000}),
     "dense, kv_len over the table, causal": lambda: _changed(
@@ -329,7 +329,7 @@ _VALUES: dict[str, Callable[[], DecodeBatch]] = {
 }  # fmt: skip
 
 DECODE_CORNERS: dict[str, Callable[[], DecodeBatch]] = {name: spec.build for name, spec in _DECODES.items()} | _VALUES
-# Taken with every option, and with a schedule.
+# Batches that are run with each set of options and with a schedule.
 ON_EVERY_PATH = (
     "dense, a long sequence",
     "dense, pages of 128 with two KV heads",
@@ -342,7 +342,7 @@ ON_EVERY_PATH = (
     "extra cache fp8_v4",
     "extra cache fp4_v41 beside fp8_v41",
 )
-# Of quantised caches, for backends that can decode all of one before they attend.
+# Quantised caches, for backends that can dequantise a whole cache before they attend.
 PREFILLS_DECODED: dict[str, PrefillSpec] = {
     **{name: _PREFILLS[name] for name in ("fp8_v32", "fp8_v4", "fp8_v4, garbage around", "strided fp8_v4")},
     "fp8_v32, garbage around": PrefillSpec(**V32, page_size=2, lens="wild", poison="inf", dtype="float16"),
@@ -363,7 +363,7 @@ PREFILLS_ON_EVERY_PATH = ("many blocks of keys", "lengths over top-k and negativ
 
 
 def _special() -> dict[str, list[float]]:
-    """Groups of one kind each, spread over a row's first columns."""
+    """Values for the groups of a row, by kind."""
     return {
         "nan": [np.nan, 1.0],
         "infinity": [np.inf, -np.inf, 1.0],
@@ -381,7 +381,8 @@ def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
     layout = latents.LAID_OUT[format]
     kv = np.zeros((1, len(kinds), 1, layout.width), np.float32)
     for token, values in enumerate(kinds):
-        # By column, so that every group and the rotary part have some of it; the first group has one at its end.
+        # Values lie 64 columns apart, so that several groups and the rotary part get some. The first value also ends
+        # each group.
         kv[0, token, 0, layout.group - 1 :: layout.group] = values[0]
         for index, value in enumerate(values):
             kv[0, token, 0, 64 * index + 3] = value
@@ -389,7 +390,7 @@ def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
 
 
 def _halfway() -> QuantizeBatch:
-    """Every middle between two e2m1 and its neighbours, of either sign, under scales of every binade."""
+    """The midpoints between e2m1 values and their neighbouring floats, of both signs, with scales of every binade."""
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
     near = np.concatenate([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(9))])
     near = np.concatenate([near, -near, [0.0, -0.0]]).astype(np.float32)
@@ -428,7 +429,7 @@ QUANTIZE_CORNERS: dict[str, Callable[[], QuantizeBatch]] = {
 
 
 def _every_code(format: str) -> DequantizeBatch:
-    """All 256 codes under scales that hold them all apart."""
+    """All 256 codes, with scales that are powers of two."""
     batch = DequantizeSpec(format=format, scales="powers").build()
     cache = batch.cache.copy()
     fields = latents.fields_of(cache, format)
@@ -437,7 +438,7 @@ def _every_code(format: str) -> DequantizeBatch:
 
 
 def _every_power() -> DequantizeBatch:
-    """All scales of `fp8_v4` over all codes, but for the few so small that devices would take products for zero."""
+    """All scales of `fp8_v4` except the smallest few, for which devices may flush products to zero."""
     batch = DequantizeSpec(format="fp8_v4", num_pages=1, page_size=256, scales="powers").build()
     cache = batch.cache.copy()
     fields = latents.fields_of(cache, "fp8_v4")
@@ -446,7 +447,7 @@ def _every_power() -> DequantizeBatch:
 
 
 def _every_fp4_scale() -> DequantizeBatch:
-    """All scales of `fp4_v41` over all pairs of codes."""
+    """All scales of `fp4_v41` with all pairs of codes."""
     batch = DequantizeSpec(format="fp4_v41", num_pages=1, page_size=256, scales="powers").build()
     cache = batch.cache.copy()
     fields = latents.fields_of(cache, "fp4_v41")
@@ -532,7 +533,7 @@ LATENT_WRITE_CORNERS: dict[str, Callable[[], LatentWriteBatch]] = {
 
 
 def _large_slots() -> SlotsBatch:
-    """Slots on both sides of the largest int32."""
+    """Slots below and above the largest int32."""
     positions = np.array([[0, 1, 2**20 - 1, 2**20, 2**21 - 1, 2**22]], np.int32)
     return SlotsBatch(positions=positions, page_indices=np.array([[2047, 2048, 1]], np.int32), page_size=2**20)
 

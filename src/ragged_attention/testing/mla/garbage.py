@@ -1,4 +1,4 @@
-"""Garbage for the operations on latent caches: any int32 in every index array, lengths and schedules included."""
+"""Calls on latent caches with arbitrary int32 values in every index array, including lengths and schedules."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -41,12 +41,12 @@ def _common(rng: np.random.Generator, seed: int) -> dict[str, Any]:
 
 
 def _wild(rng: np.random.Generator, array: np.ndarray | None, near: int) -> np.ndarray | None:
-    """Garbage of an array's shape; now and then the array as it is, so that single ones are tried among valid ones."""
+    """Garbage of the array's shape, or sometimes the array, so that garbage is also tried beside valid arrays."""
     return array if array is None or rng.random() < 0.2 else garbage(rng, array.shape, near)
 
 
 def garbage_prefill(seed: int) -> PrefillBatch:
-    """A sparse prefill whose lists and lengths are any int32."""
+    """A sparse prefill with arbitrary int32 values in its lists and lengths."""
     rng = np.random.default_rng(seed)
     common = _common(rng, seed)
     paged = common["format"] != "plain" or rng.random() < 0.5
@@ -63,7 +63,7 @@ def garbage_prefill(seed: int) -> PrefillBatch:
 
 
 def garbage_decode(seed: int) -> DecodeBatch:
-    """A decode, dense or sparse, whose tables, lists and lengths are any int32."""
+    """A dense or sparse decode with arbitrary int32 values in its tables, lists and lengths."""
     rng = np.random.default_rng(seed)
     common, sparse = _common(rng, seed), bool(rng.random() < 0.5)
     extra = sparse and rng.random() < 0.5
@@ -87,7 +87,7 @@ def garbage_decode(seed: int) -> DecodeBatch:
 
 
 def garbage_write(seed: int) -> LatentWriteBatch:
-    """A write whose slots are any integers."""
+    """A write with arbitrary integers in its slots or tables."""
     rng = np.random.default_rng(seed)
     spec = LatentWriteSpec(
         format=str(rng.choice(FORMATS)), tokens=int(rng.integers(0, 7)), num_pages=int(rng.choice([0, 1, 3])),
@@ -111,7 +111,7 @@ def garbage_write(seed: int) -> LatentWriteBatch:
 
 
 def garbage_ragged(seed: int) -> RaggedLatentBatch:
-    """Ragged attention over latents whose index arrays are any int32."""
+    """Ragged attention over latents with arbitrary int32 values in its index arrays."""
     rng = np.random.default_rng(seed)
     common = _common(rng, seed)
     tables = Spec(
@@ -150,7 +150,7 @@ def _decode(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 
 
 def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
-    """A schedule of garbage may give any numbers, but nothing is touched outside."""
+    """Run `mla_decode` with a garbage schedule: results may be anything, but accesses must stay inside the arrays."""
     batch, rng = garbage_decode(seed), np.random.default_rng(seed)
     made = runner.schedule(schedule_batch(batch))
     wild = {
@@ -191,7 +191,7 @@ def _slots(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     runner.run("page_indices_to_slots", SlotsSpec(seed=seed).build())
 
 
-# What is fed garbage, by the operation whose options it takes.
+# Each operation with a function that runs it on garbage.
 EXAMPLES: tuple[tuple[str, Callable[[Runner, int, Mapping[str, Any]], None]], ...] = (
     ("sparse_mla_prefill", _prefill),
     ("mla_decode", _decode),

@@ -1,9 +1,10 @@
-"""Latent caches as their bytes: what each byte of a quantised page is, rows into pages and back, poison.
+"""Latent caches as bytes: the fields of quantised pages, conversion between rows and pages, and poison.
 
-A plain cache is float32 [P, G, K, d_qk] here, a quantised one uint8 [P, G, 1, bytes]. Nothing of this rests on the
-definition's own reading of the formats, so that the two check each other.
+Here a plain cache is float32 [P, G, K, d_qk], and a quantised one is uint8 [P, G, 1, bytes]. This code does not use the
+reference's implementation of the formats, so that the two check each other.
 
-What the definition has as a format and a layout is one name here: a format's own, or "fp8_v41, page".
+A format and its layout have one name here: the format's name, with ", page" if that is not its own layout, as in
+"fp8_v41, page".
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fields:
-    """The parts of a quantised cache as bytes, each [P, G, ...]; views, so that writing them writes the cache."""
+    """The fields of a quantised cache as bytes, each [P, G, ...]. They are views, so writing them writes the cache."""
 
     values: Bytes
     scales: Bytes
@@ -39,19 +40,19 @@ class Fields:
 
 
 def format_of(cache: Cache, given: str | None = None, layout: str | None = None) -> str:
-    """`given`, or the format that the last dimension tells, in a layout."""
+    """The name of a cache's format, which is `given` or follows from the last dimension, and its layout."""
     by_width = {found.token_bytes: name for name, found in CACHE_FORMATS.items()}
     name = given or ("plain" if cache.dtype != np.uint8 else by_width[cache.shape[3]])
     return name if name == "plain" or layout in (None, CACHE_FORMATS[name].layout) else f"{name}, {layout}"
 
 
 def layout_of(name: str) -> str | None:
-    """The layout to ask for; None is the format's own."""
+    """The `cache_layout` argument for a format's name; None means the format's own layout."""
     return "page" if name.endswith(", page") else None
 
 
 def fields_of(cache: Bytes, name: str) -> Fields:
-    """What the bytes of each token are, of a format in a layout."""
+    """The fields of a cache in the named format and layout."""
     num_pages, page_size, _, token_bytes = cache.shape
     layout = LAID_OUT[name]
     values = layout.values * {"float8_e4m3fn": 8, "float4_e2m1fn": 4}[layout.codes] // 8
@@ -68,7 +69,7 @@ def fields_of(cache: Bytes, name: str) -> Fields:
 
 
 def bits_of_bfloat16(values: NDArray[np.float32]) -> Bytes:
-    """Values that bfloat16 holds as its bytes, the last dimension twice as long."""
+    """The bytes of values that bfloat16 can represent; the last dimension becomes twice as long."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32) >> 16
     return bits.astype("<u2").view(np.uint8)
 
@@ -78,7 +79,7 @@ def from_bfloat16(stored: Bytes) -> NDArray[np.float32]:
 
 
 def scales_of(stored: Bytes, name: str) -> NDArray[np.float32]:
-    """One float32 a group of columns, [P, G, groups]."""
+    """The scales as float32, one for each group of columns, [P, G, groups]."""
     kind = LAID_OUT[name].scales
     if kind == "float32":
         return np.ascontiguousarray(stored).view("<f4")
@@ -90,7 +91,7 @@ def scales_of(stored: Bytes, name: str) -> NDArray[np.float32]:
 
 
 def values_of(codes: Bytes, name: str) -> NDArray[np.float64]:
-    """The values of the codes of quantised columns, without scales."""
+    """The values of codes, without scales."""
     if LAID_OUT[name].codes == "float8_e4m3fn":
         return formats.values_of(codes, "float8_e4m3fn")
     values = np.empty((*codes.shape[:-1], 2 * codes.shape[-1]))
@@ -99,7 +100,7 @@ def values_of(codes: Bytes, name: str) -> NDArray[np.float64]:
 
 
 def codes_of(values: NDArray[np.floating[Any]], name: str) -> Bytes:
-    """Codes of values [..., n] near them."""
+    """The codes that are nearest to values [..., n]."""
     if LAID_OUT[name].codes == "float8_e4m3fn":
         return formats.stored(values, "float8_e4m3fn")
     nearest = np.abs(values[..., None] - E2M1).argmin(axis=-1).astype(np.uint8)
@@ -107,11 +108,11 @@ def codes_of(values: NDArray[np.floating[Any]], name: str) -> Bytes:
 
 
 def rows_of(cache: Cache, name: str) -> NDArray[np.float64]:
-    """Every slot's row as values, [P * G, K, d_qk]."""
+    """The dequantised row of every slot, [P * G, K, d_qk]."""
     if name == "plain":
         return cache.reshape(-1, *cache.shape[2:]).astype(np.float64)
     fields, layout = fields_of(cache, name), LAID_OUT[name]
-    with np.errstate(all="ignore"):  # some of the bytes may be any
+    with np.errstate(all="ignore"):  # some bytes may be arbitrary
         scales = np.repeat(scales_of(fields.scales, name).astype(np.float64), layout.group, axis=-1)
         quantised = values_of(fields.values, name) * scales
         rows = np.concatenate([quantised, from_bfloat16(fields.rotary).astype(np.float64)], axis=-1)
@@ -119,10 +120,11 @@ def rows_of(cache: Cache, name: str) -> NDArray[np.float64]:
 
 
 def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.Generator) -> Bytes:
-    """Bytes of a cache in which every row [P, G, 1, d_qk] is like the one given, its groups of columns scaled anew.
+    """A quantised cache, in bytes, with rows like `rows` [P, G, 1, d_qk], but with other scales for groups of columns.
 
-    `scales` is one of SCALES: powers of two, any in float32, any from so small that a group hardly counts, negative
-    and zero ones too. Scales of 8 bits are near those; e8m0 can hold powers of two alone.
+    `scales` is one of SCALES: "powers" of two, "arbitrary" float32, "far apart" (some so small that a group hardly
+    counts), or "any sign" (also negative and zero). 8-bit scales are rounded from these; e8m0 scales are always powers
+    of two.
     """
     layout = LAID_OUT[name]
     cache = np.zeros((*rows.shape[:3], layout.token_bytes), np.uint8)
@@ -153,7 +155,7 @@ def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.
 
 
 def repaged(cache: Cache, name: str, order: NDArray[np.integer], page_size: int) -> Cache:
-    """The slots `order` of a cache as a cache of their own, in pages of another size; the last page may have room."""
+    """A cache with the slots `order` of another one, in pages of another size; the last page may have unused slots."""
     num_pages = -(-len(order) // page_size)
     new = np.zeros((num_pages, page_size, *cache.shape[2:]), cache.dtype)
     page, offset = np.divmod(np.arange(len(order)), page_size)
@@ -168,7 +170,7 @@ def repaged(cache: Cache, name: str, order: NDArray[np.integer], page_size: int)
 
 
 def poisoned(cache: Cache, name: str, unread: NDArray[np.bool_], kind: str, rng: np.random.Generator) -> Cache:
-    """A copy with NaN ("nan") or anything ("inf": infinities, or any byte) in the `unread` slots [P * G]."""
+    """A copy of the cache with poison in the slots `unread` [P * G]: NaN, or for "inf" infinities or any bytes."""
     cache = cache.copy()
     unread = unread.reshape(cache.shape[:2])
     if name == "plain":
@@ -182,5 +184,5 @@ def poisoned(cache: Cache, name: str, unread: NDArray[np.bool_], kind: str, rng:
 
 
 def _bytes(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> Bytes:
-    """Bytes that are NaN in each of the formats' parts, or any."""
+    """Bytes that are NaN in every field of every format, or arbitrary bytes."""
     return np.full(shape, 0xFF, np.uint8) if kind == "nan" else rng.integers(0, 256, shape, np.uint8)

@@ -1,7 +1,7 @@
-"""What holds for the operations on latent caches without asking the definition: `MLA_LAWS`, by its sentence.
+"""`MLA_LAWS`: properties of operations on latent caches that need no reference result, by the sentence for each.
 
-A law takes a runner and the spec of a clean batch (nothing poisoned, no garbage: a law brings those in itself), and
-raises AssertionError if the backend breaks it.
+A law takes a runner and the spec of a clean batch, without poison or garbage, which laws add themselves. It raises
+AssertionError if the backend breaks it.
 """
 
 import dataclasses
@@ -54,13 +54,13 @@ def same_prefill(runner: Runner, batch: PrefillBatch, other: PrefillBatch) -> No
 
 
 def _each(batch: DecodeBatch | PrefillBatch, names: tuple[str, ...], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """The arrays of those names that the batch has, changed."""
+    """The named arrays that the batch has, with `change` applied to each."""
     given = {name: getattr(batch, name, None) for name in names}
     return {name: change(value) for name, value in given.items() if value is not None}
 
 
 def _cut(batch: DecodeBatch) -> DecodeBatch:
-    """The batch without lengths, -1 in its lists wherever nothing is selected."""
+    """The batch without list lengths, and with -1 in place of list entries that select nothing."""
     lists = {
         name: np.where(part.selects, part.indices, np.int32(-1))
         for name, part in zip(LISTS, batch.selections(), strict=False)
@@ -111,7 +111,7 @@ def unread_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
 
 
 def pages_may_move(runner: Runner, spec: DecodeSpec) -> None:
-    """Every cache's pages in another order, tables and lists with them."""
+    """Permuting the pages of every cache, with tables and lists to match, changes nothing."""
     batch = spec.build()
     rng = np.random.default_rng(spec.seed)
     moved: dict[str, Any] = {}
@@ -134,13 +134,13 @@ def pages_may_move(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
-    """The same slots in pages of another size."""
+    """The same slots in pages of another size give the same results."""
     batch = spec.build()
     caches = {
         selection.name: latents.repaged(selection.cache, selection.format, np.arange(selection.num_slots), size)
         for selection, size in zip(batch.selections(), (1 + spec.page_size % 5, 4), strict=False)
     }
-    # The last page has room that the cache had not: what pointed there must point outside again.
+    # The last page may have new slots. Entries that were outside the cache and would now name them become -1.
     lists = {
         {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]: _held(selection)
         for selection in batch.selections()
@@ -149,12 +149,12 @@ def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def _held(selection: Selection) -> NDArray[np.int32]:
-    """The lists with every entry that lies outside the cache as -1."""
+    """The lists with -1 in place of every entry beyond the cache."""
     return np.where(selection.indices < selection.num_slots, selection.indices, np.int32(-1))
 
 
 def sequences_do_not_mix(runner: Runner, spec: DecodeSpec) -> None:
-    """One call over a batch equals one call a sequence."""
+    """A batch has the same results as separate calls for its sequences."""
     batch = spec.build()
     out, lse = runner.run("mla_decode", batch)
     for seq in range(batch.num_seqs):
@@ -186,7 +186,7 @@ def order_is_free_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
 
 
 def all_keys_listed_is_dense(runner: Runner, spec: DecodeSpec) -> None:
-    """A top-k over all keys, in any order, equals the dense call, a causal one included."""
+    """Lists of all keys that the dense call sees, in any order, give its results, also if it is causal."""
     batch = spec.build()
     listed = np.random.default_rng(spec.seed).permuted(batch.listed(), axis=-1)
     if not listed.shape[-1] or batch.kv_cache.shape[2] > 1:
@@ -197,7 +197,7 @@ def all_keys_listed_is_dense(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:
-    """Tokens that prefill from a cache get what sequences of one query token get."""
+    """Sparse prefill from a cache gives the same results as decode with one query token in each sequence."""
     batch = spec.build()
     if batch.kv.ndim == 3 or batch.kv.shape[2] > 1:
         return
@@ -212,7 +212,7 @@ def prefill_is_decode(runner: Runner, spec: PrefillSpec) -> None:
 
 
 def extra_cache_is_a_longer_list(runner: Runner, spec: DecodeSpec) -> None:
-    """Two caches and two lists equal one of each, end to end."""
+    """Two caches with two lists give the same results as their concatenation with one list."""
     batch = spec.build()
     if batch.extra_kv_cache is None:
         return
@@ -243,7 +243,7 @@ def quantised_is_dequantised_in_prefill(runner: Runner, spec: PrefillSpec) -> No
 
 
 def a_double_is_its_multiplicity(runner: Runner, spec: DecodeSpec) -> None:
-    """Lists that name each key twice leave out as it is and add log 2 to the lse."""
+    """Lists that name each key twice leave out unchanged and add log 2 to lse."""
     batch = _cut(spec.build().change(sinks=None))
     out, lse = runner.run("mla_decode", batch)
     twice = batch.change(**_each(batch, LISTS, lambda lists: np.concatenate([lists, lists], axis=-1)))
@@ -261,7 +261,7 @@ def a_double_is_its_multiplicity_in_prefill(runner: Runner, spec: PrefillSpec) -
 
 
 def lengths_cut_lists(runner: Runner, spec: DecodeSpec) -> None:
-    """A length equals the list cut there, and one given to a sequence equals it given to each query."""
+    """A length has the effect of cutting the list there, and lengths by sequence equal the same lengths by query."""
     batch = spec.build()
     same_decode(runner, batch, _cut(batch))
     by_query = {
@@ -278,7 +278,7 @@ def lengths_cut_lists_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
 
 
 def parts_merge(runner: Runner, spec: DecodeSpec) -> None:
-    """Results over disjoint parts of the lists merge through their lse into the result over all."""
+    """Results over disjoint parts of the lists merge, by their lse, into the result over the whole lists."""
     batch = spec.build().widened().change(sinks=None)
     first = np.arange(max(batch.indices.shape[-1], spec.extra_topk)) % 2 == 0  # type: ignore[union-attr]
     parts = []
@@ -295,7 +295,7 @@ def parts_merge(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def _share(sinks: NDArray[np.float32] | None, lse: NDArray[Any]) -> NDArray[np.float64]:
-    """What the sinks leave to the keys; `sinks` goes along the last axis."""
+    """The share of weight that sinks leave to the keys; `sinks` goes along the last axis of lse."""
     lse = lse.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         left = 1 / (1 + np.exp((-np.inf if sinks is None else sinks.astype(np.float64)) - lse))
@@ -308,7 +308,7 @@ def _sinks(spec: DecodeSpec | PrefillSpec) -> list[NDArray[np.float32]]:
 
 
 def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
-    """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
+    """A sink of -inf changes nothing, +inf makes out 0, a finite one scales out by its share; none changes lse."""
     batch = spec.build().change(sinks=None)
     out, lse = runner.run("mla_decode", batch)
     for sinks in _sinks(spec):
@@ -329,7 +329,7 @@ def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None
 
 
 def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
-    """Constant values come back as themselves, times what the sinks leave, whatever the keys' other columns say."""
+    """Values of 1 give an out equal to the share of weight that sinks leave, whatever the other columns of the keys."""
     batch = spec.build()
     ones = {selection.name: _with_ones(selection, batch.d_v) for selection in batch.selections()}
     out, lse = runner.run("mla_decode", batch.change(**ones))
@@ -355,7 +355,7 @@ def _with_ones(selection: Selection, d_v: int) -> latents.Cache:
 
 
 def a_schedule_changes_nothing(runner: Runner, spec: DecodeSpec) -> None:
-    """Neither one made for the call nor one made for other lengths."""
+    """A schedule changes no result, even if it was made for other lengths."""
     batch = spec.build()
     want, rounding = runner.run("mla_decode", batch), allowance(runner, batch, batch)
     for num_parts, made_for in ((1, batch), (5, batch), (7, _of_other_lengths(batch))):
@@ -371,7 +371,7 @@ def _of_other_lengths(batch: DecodeBatch) -> DecodeBatch:
 
 
 def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
-    """Rows written one by one into a quantised cache are the bytes of that cache quantised as a whole."""
+    """Writing rows into a quantised cache gives the same bytes as quantising the whole cache."""
     batch = spec.build()
     num_pages, page_size = batch.cache.shape[:2]
     rng = np.random.default_rng(spec.seed)
@@ -394,7 +394,7 @@ def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
 
 
 def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> None:
-    """Quantising loses at most half a step, and a second time nothing."""
+    """Quantising loses at most half a step, and quantising the result again loses nothing."""
     batch = spec.build()
     name, layout = spec.format, latents.LAID_OUT[spec.format]
 
@@ -408,7 +408,7 @@ def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> 
     if layout.codes == "float8_e4m3fn":
         scale = np.maximum(groups / 448, 1e-4) * (2 if batch.power_of_two_scales else 1)
         half, least, kept = 1 / 16, 2.0**-10, np.full(groups.shape, batch.power_of_two_scales)
-    else:  # a scale may be rounded down, and where it is subnormal, by up to half of it
+    else:  # a scale may be rounded down, by up to half if it is subnormal
         rows = np.clip(rows, -448 * 6, 448 * 6)
         scale = np.clip(groups / 6, 2.0**-9, 448)
         half, least, kept = 1 / 4, 0.25, scale > 2.0**-6
@@ -426,7 +426,7 @@ def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> 
 
 
 def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
-    """Where each sequence's pages follow one another, a slot is the position plus that of the first page."""
+    """With consecutive pages, a position's slot is the position plus the first slot of its sequence."""
     batch = spec.build()
     num_seqs, columns = batch.page_indices.shape
     page_size = min(spec.page_size, 1000)
@@ -441,7 +441,7 @@ def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Law:
-    """A law, and the batches that it is about."""
+    """A law, and the strategy for the specs that it applies to."""
 
     holds: Callable[[Runner, Any], None]
     specs: st.SearchStrategy[Any]

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and write of latent rows in one operation: its batches, checks and laws."""
+"""Batches and checks of `latent_norm_rope_write`, which normalises, rotates and writes latent rows in one operation."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -34,14 +34,14 @@ class LatentNormRopeBatch(LatentWriteBatch):
     interleaved: bool = False
 
     def arguments(self) -> dict[str, Any]:
-        """Those of the call, whose table has the number of rotary columns."""
+        """The arguments without `d_v`, because the width of `cos_sin` gives the number of rotary columns."""
         return {name: value for name, value in super().arguments().items() if name != "d_v"}
 
     def layout_of(self, name: str) -> str:
         return "pages" if name == "cos_sin" else super().layout_of(name)
 
     def rows(self) -> NDArray[np.float64]:
-        """The rows that are written, in float64."""
+        """The normalised and rotated rows, in float64."""
         rows = self.kv.astype(np.float64)
         if self.kv_weight is not None:
             count = len(self.kv_weight)
@@ -51,19 +51,19 @@ class LatentNormRopeBatch(LatentWriteBatch):
         return rows
 
     def write(self, kv: NDArray[Any]) -> LatentWriteBatch:
-        """The write of rows by `write_mla_cache` to this call's cache."""
+        """The `write_mla_cache` call that writes rows to this call's cache."""
         names = [each.name for each in dataclasses.fields(LatentWriteBatch) if each.init and each.name != "kv"]
         return LatentWriteBatch(kv=kv, **{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentNormRopeSpec:
-    """The structure of a call."""
+    """The parameters of a `latent_norm_rope_write` call."""
 
     write: LatentWriteSpec
-    half: int = 4  # the rotated pairs of columns
+    half: int = 4  # number of rotated pairs of columns
     heads: int = 3
-    weights: str = "latent"  # the normalised columns: latent, all of them, some, or none
+    weights: str = "latent"  # the normalised columns: latent, all, some or none
     interleaved: bool = True
     paired: bool = False
     outside: bool = False  # whether some positions are outside the table
@@ -118,7 +118,7 @@ CORNERS: dict[str, LatentNormRopeSpec] = {
 
 
 def check_rows(runner: Runner, spec: LatentNormRopeSpec) -> None:
-    """Queries agree with the definition, and so do the rows in a plain cache; in others they are written as apart."""
+    """Queries, and rows in a plain cache, agree with the reference; other caches equal a separate write of them."""
     batch = spec.build()
     q, cache = runner.run("latent_norm_rope_write", batch)
     want = rotated(batch.q, batch.positions, batch.cos_sin, batch.interleaved)
@@ -136,7 +136,7 @@ def check_rows(runner: Runner, spec: LatentNormRopeSpec) -> None:
 
 
 def _into_a_plain_cache(batch: LatentNormRopeBatch) -> LatentNormRopeBatch:
-    """The same call on a cache that stores rows unchanged."""
+    """The same call with a cache that stores rows unchanged."""
     num_pages, page_size = batch.cache.shape[:2]
     cache = formats.stored(np.zeros((num_pages, page_size, *batch.kv.shape[1:])), batch.dtype)
     return batch.change(
@@ -146,7 +146,7 @@ def _into_a_plain_cache(batch: LatentNormRopeBatch) -> LatentNormRopeBatch:
 
 
 def _rows_at(cache: NDArray[Any], batch: LatentNormRopeBatch) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """The rows of the tokens that are written, and which tokens these are."""
+    """The cache rows of the tokens that are written, and whether each token is written."""
     assert batch.slot_mapping is not None
     slots = batch.slot_mapping.astype(np.int64)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
@@ -155,7 +155,7 @@ def _rows_at(cache: NDArray[Any], batch: LatentNormRopeBatch) -> tuple[NDArray[A
 
 @st.composite
 def latent_norm_rope_specs(draw: Any) -> LatentNormRopeSpec:
-    """Structures of calls in every cache format."""
+    """Any valid call, in every cache format."""
     form = draw(st.sampled_from(["plain", "plain", *latents.LAID_OUT]))
     plain = form == "plain"
     stored = draw(st.sampled_from([None, *formats.QUANTIZED])) if plain else None
@@ -195,7 +195,7 @@ def _on(spec: LatentNormRopeSpec) -> Callable[[Runner, int], int]:
 
 
 def corners() -> Iterator[Check]:
-    """The named batches, with one for each cache format."""
+    """Checks of the named calls, and of one for each cache format."""
     named = dict(CORNERS)
     for stored in formats.QUANTIZED:
         named[f"plain {stored}"] = LatentNormRopeSpec(
@@ -208,7 +208,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn batches."""
+    """A check of drawn calls."""
 
     def run(runner: Runner, examples: int) -> int:
         return drawn(runner, latent_norm_rope_specs(), lambda spec: check_rows(runner, spec), max(1, examples // 2))

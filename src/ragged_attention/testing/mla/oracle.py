@@ -1,4 +1,4 @@
-"""What the operations on latent caches must give, by the definition."""
+"""Checks that compare the operations on latent caches with the reference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ from ragged_attention.testing.runner import Runner
 
 
 def prefill_agrees(got: Any, want: Any, what: str = "", *, rounding: Allowance = 0.0) -> None:
-    """Out, max_logits and lse of one call are those of another, or the definition's."""
+    """Raise AssertionError unless out, max_logits and lse of a call agree with those expected."""
     for name, mine, theirs in zip(("out", "max_logits", "lse"), got, want, strict=True):
         agrees(mine, theirs, f"prefill {name}", f"{name}{what}", allowance=rounding if name == "out" else 0.0)
 
@@ -57,7 +57,7 @@ def check_decode_by_schedule(runner: Runner, batch: DecodeBatch) -> None:
 
 
 def check_schedule(runner: Runner, batch: ScheduleBatch) -> None:
-    """The schedule is FlashMLA's, number by number."""
+    """The schedule equals FlashMLA's, number by number."""
     lens, extra_lens, sparse = batch.kv_lens, None, batch.topk is not None
     if batch.topk is not None:
         lens = np.broadcast_to(scheduled_lens(batch.topk_lens, batch.topk), (batch.batch_size,))
@@ -73,7 +73,7 @@ def check_schedule(runner: Runner, batch: ScheduleBatch) -> None:
 
 
 def canonical(cache: Cache, name: str) -> Cache:
-    """A cache in which every NaN has the same bits, for their payloads and signs are nobody's business."""
+    """The cache with the same bits for every NaN, because payloads and signs of NaN do not matter."""
     if name == "plain":
         return cache
     cache = cache.copy()
@@ -88,22 +88,22 @@ def canonical(cache: Cache, name: str) -> Cache:
 
 
 def check_quantize(runner: Runner, batch: QuantizeBatch) -> None:
-    """The bytes are the definition's."""
+    """The bytes equal the reference's."""
     want = quantize_mla_cache(**batch.arguments())
     name = batch.laid_out
     identical(canonical(runner.run("quantize_mla_cache", batch), name), canonical(want, name), "bytes")
 
 
 def check_dequantize(runner: Runner, batch: DequantizeBatch) -> None:
-    """The values are the definition's, rounded once."""
+    """The values equal the reference's, rounded once."""
     want = dequantize_mla_cache(**batch.arguments())
     identical(runner.run("dequantize_mla_cache", batch), formats.rounded(want, batch.dtype), "rows")
 
 
 def check_latent_write(runner: Runner, batch: LatentWriteBatch) -> None:
-    """The tokens are in their slots, to the last bit, and nothing else has changed.
+    """The tokens are in their slots with the reference's bits, and nothing else has changed.
 
-    Where a scale is no power of two, `check_write` says what holds.
+    For scales that are not powers of two, see `check_write`.
     """
     if batch.format == "plain":
         lower, upper = (
@@ -118,7 +118,7 @@ def check_latent_write(runner: Runner, batch: LatentWriteBatch) -> None:
 
 
 def _written(batch: LatentWriteBatch, step: int) -> Cache:
-    """The definition's plain cache, for tokens that lie `step` units in the last place of float32 away."""
+    """The reference's plain cache, for tokens that are moved by `step` units in the last place of float32."""
     arguments = batch.change(kv=nudged(batch.kv, step)).arguments()
     written = write_mla_cache(**arguments, code_dtype=batch.code_dtype)
     return written if batch.code_dtype else formats.rounded(written, batch.dtype)

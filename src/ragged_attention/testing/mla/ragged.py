@@ -1,4 +1,4 @@
-"""Ragged attention over latents: batches, the structures they are made from, named ones, laws and checks."""
+"""Ragged attention over latents: batches, specs, named batches, laws and checks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 
 TABLES = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
-ROW_SIZE = 0.1  # of latents, as is usual for these models
+ROW_SIZE = 0.1  # typical size of latents in models
 LOGITS = ("sm_scale", "causal", "sliding_window", "soft_cap", "sinks")
 
 
@@ -70,7 +70,7 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
         return ragged_mla_attention(**self.arguments(), return_max_logits=True, **dtypes)[1]
 
     def rows(self) -> NDArray[np.float32]:
-        """The cache's values [P, G, 1, d_qk]."""
+        """The cache's dequantised rows [P, G, 1, d_qk]."""
         if self.code_dtype is not None:
             values = formats.values_of(self.kv_cache, self.code_dtype)
         else:
@@ -83,7 +83,7 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
             return (values * factors).astype(np.float32)
 
     def widened(self) -> Self:
-        """The same values in float32."""
+        """The batch with its cache in float32, without scales."""
         scales = {"kv_scale": None, "rope_scale": None}
         plain = {"cache_format": None, "cache_layout": None, "out_dtype": None, **scales}
         return self.change(kv_cache=self.rows(), dtype="float32", **plain)
@@ -94,19 +94,19 @@ class RaggedLatentBatch(AnyLatents, RaggedTables):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedLatentSpec:
-    """The structure of a `ragged_mla_attention` call: that of ragged attention, and how the latents are stored.
+    """The parameters of a `ragged_mla_attention` call: those of ragged attention, and the format of the latents.
 
-    Of `tables` everything holds but what is about K and V heads: its `group` are the heads, and `cache_dtype` the
-    numbers of a plain 8-bit cache, with `scales` as its `kv_scale`.
+    The fields of `tables` apply, except those for K and V heads. Its `group` is the number of query heads, its
+    `cache_dtype` is the dtype of a plain 8-bit cache, and its `scales` give the `kv_scale`.
     """
 
     tables: Spec
-    d_qk: int = 48  # a quantised cache has one of its own
+    d_qk: int = 48  # a quantised cache's format defines its own
     d_v: int = 32
     format: str = "plain"
-    bytes_as: str = "uint8"  # as which the bytes of a quantised cache are given
+    bytes_as: str = "uint8"  # the dtype in which the bytes of a quantised cache are passed
     group_scales: str = "arbitrary"
-    rope: str | None = None  # the `rope_scale` of a plain cache: a float, or an array
+    rope: str | None = None  # kind of `rope_scale` for a plain cache: None, float or array
 
     @property
     def seed(self) -> int:
@@ -144,12 +144,12 @@ class RaggedLatentSpec:
         return batch.poisoned(spec.poison, spec.seed) if spec.poison else batch
 
     def _rope_scale(self, rng: np.random.Generator) -> Any:
-        """A scale that differs much from `kv_scale`, so that no bound hides the one in the place of the other."""
+        """A scale so different from `kv_scale` that exchanging the two exceeds every tolerance."""
         scale = np.float32(rng.uniform(3, 5))
         return {None: None, "float": float(scale), "array": np.full(1, scale, np.float32)}[self.rope]
 
     def _cache(self, rng: np.random.Generator, shape: tuple[int, ...]) -> tuple[latents.Cache, str]:
-        """The cache, and the dtype in which it is given."""
+        """The cache, and the dtype in which it is passed."""
         rows = rng.standard_normal(shape) * (4.0 if self.tables.cache_dtype == "int8" else ROW_SIZE)
         if self.format != "plain":
             rows = formats.rounded(rows, self.tables.dtype)
@@ -162,7 +162,7 @@ class RaggedLatentSpec:
 
 
 def check_update(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """The cache is to the last bit what a write of its own leaves, and the attention sees it."""
+    """The cache has the same bits as after a separate write, and the attention sees the new rows."""
     spec = dataclasses.replace(spec, tables=dataclasses.replace(spec.tables, sharing=None, poison=None))
     batch, new = spec.build(), new_rows(spec)
     out, lse, cache = runner.update_latents(batch, new)
@@ -171,7 +171,7 @@ def check_update(runner: Runner, spec: RaggedLatentSpec) -> None:
 
 
 def new_rows(spec: RaggedLatentSpec) -> LatentWriteBatch:
-    """The write by tables that comes before a spec's attention; NaN in the rows of no sequence."""
+    """The write, by tables, that precedes a spec's attention call; padding rows are NaN."""
     batch = spec.build()
     rng = np.random.default_rng(spec.seed + 2)
     kv = formats.rounded(rng.standard_normal((len(batch.q), 1, batch.q.shape[2])) * ROW_SIZE, batch.dtype)
@@ -185,7 +185,7 @@ def new_rows(spec: RaggedLatentSpec) -> LatentWriteBatch:
 
 
 def it_is_ragged_attention_of_one_head(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """Of K and V that hold the rows and their first columns."""
+    """The results equal ragged attention with one KV head, whose K are the rows and whose V are their first columns."""
     batch = spec.build().change(out_dtype=None, rope_scale=None)
     cache = batch.kv_cache
     values = cache[..., : batch.d_v].copy()
@@ -198,7 +198,7 @@ def it_is_ragged_attention_of_one_head(runner: Runner, spec: RaggedLatentSpec) -
 
 
 def of_equal_counts_it_is_a_decode(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """Where every sequence has as many queries; the mask is causal or not in both."""
+    """If all sequences have the same number of queries, the results equal `mla_decode`, causal or not."""
     lens = spec.tables.lens
     count = max(1, max((q_len for q_len, _ in lens), default=1))
     longest = tuple((count, kv_len) for _, kv_len in lens) or ((count, 3),)
@@ -216,7 +216,7 @@ def of_equal_counts_it_is_a_decode(runner: Runner, spec: RaggedLatentSpec) -> No
 
 
 def two_scales_are_those_of_the_columns(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """Keys that are 0 in their rotary columns, or in all others, depend on the other scale alone."""
+    """With queries of 0 in the rotary columns, or in all others, lse does not depend on these columns' scale."""
     batch = dataclasses.replace(spec, rope=spec.rope or "float").build()
     rotary = np.arange(batch.q.shape[-1]) >= batch.d_v
     for hidden, scales in ((rotary, {"rope_scale": None}), (~rotary, {"kv_scale": batch.rope_scale})):
@@ -233,12 +233,12 @@ def a_wider_result_is_rounded_once(runner: Runner, spec: RaggedLatentSpec) -> No
 
 
 def parts_merge(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """Parts in float32 lose nothing by a second rounding, whatever the queries are."""
+    """Results over disjoint keys merge, by their lse, into the whole result; float32 parts avoid a second rounding."""
     paged_laws.expect_parts_to_merge(runner, spec.build().change(sinks=None, out_dtype="float32"))
 
 
 def writing_first_is_the_same(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """Rows written by tables are seen where the tables say that they are."""
+    """A write by tables gives the same cache as a write to the slots that the tables name."""
     batch, new = spec.build(), new_rows(spec)
     written = runner.run("write_mla_cache", new)
     by_slots = new.change(slot_mapping=_slots_of(batch), page_indices=None, kv_lens=None, cu_q_lens=None, num_seqs=None)
@@ -246,7 +246,7 @@ def writing_first_is_the_same(runner: Runner, spec: RaggedLatentSpec) -> None:
 
 
 def _slots_of(batch: RaggedLatentBatch) -> NDArray[np.int64]:
-    """The slot of each token, -1 for one that belongs nowhere."""
+    """The slot of each token; -1 for a token without one."""
     slots = np.full(len(batch.q), -1, np.int64)
     for seq, (start, stop) in enumerate(batch.bounds()):
         count = min(stop - start, batch.kv_len(seq))
@@ -264,7 +264,7 @@ QUANTISED = tuple(latents.LAID_OUT)
 def ragged_specs(
     draw: st.DrawFn, *, clean: bool = False, formats: tuple[str, ...] = (*("plain",) * 5, *QUANTISED)
 ) -> RaggedLatentSpec:
-    """Any valid `ragged_mla_attention` call. `clean` leaves out what laws bring in by themselves."""
+    """Any valid `ragged_mla_attention` call; `clean` excludes what laws add themselves."""
     tables = draw(paged_strategies.specs(clean=clean))
     d_qk, d_v = draw(st.sampled_from(WIDTHS))
     format = draw(st.sampled_from(formats))
@@ -294,7 +294,7 @@ def ragged_specs(
 
 
 def _spec(d_qk: int = 48, d_v: int = 32, format: str = "plain", rope: str | None = None, **fields: Any) -> Any:
-    """A structure over the usual mix of sequences; `fields` are those of the tables."""
+    """A spec with the usual mix of sequences; `fields` are fields of `tables`."""
     tables = Spec(**{"lens": MIXED, "group": 3, **fields})
     return RaggedLatentSpec(tables=tables, d_qk=d_qk, d_v=d_v, format=format, rope=rope)
 

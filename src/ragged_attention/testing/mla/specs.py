@@ -1,7 +1,7 @@
-"""Batches of latent attention and the structures they are made from: `PrefillSpec` and `DecodeSpec`.
+"""Batches of latent attention, and the specs from which they are built: `PrefillSpec` and `DecodeSpec`.
 
-As with `Spec`, structure and one seed are drawn, and NumPy fills the data: queries within [-magnitude, magnitude],
-latents a tenth of normal, as is usual for these models.
+As with `Spec`, Hypothesis draws the fields and one seed, and NumPy fills in the values. Queries lie within
+[-magnitude, magnitude]. Latents are a tenth of standard normal numbers, as is typical for models.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ WILD = (-1, -2, -123456, INT32.min, INT32.max, 114514, 2147480000)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class LatentArrays(Arrays):
-    """What the batches over latent caches share."""
+    """The base of batches over latent caches."""
 
-    PAGES: ClassVar[tuple[str, ...]] = ()  # the arguments that are caches to be read
+    PAGES: ClassVar[tuple[str, ...]] = ()  # the arguments that are caches to read
 
     cache_dtype: str = "uint8"
 
@@ -47,9 +47,9 @@ class LatentArrays(Arrays):
 
 
 def magnitudes_first(batch: Any) -> Any:
-    """A batch whose out are the weighted means of the values' magnitudes, with the same logits, in float32.
+    """A batch in float32 with the same logits, whose out is the weighted mean of the values' magnitudes.
 
-    Its latents begin with columns of magnitudes, for which queries are 0.
+    Its latents begin with columns of these magnitudes, for which queries are 0.
     """
     wide, d_v = batch.widened(), batch.d_v
     caches = {name: rows for name in batch.PAGES if (rows := getattr(wide, name)) is not None}
@@ -61,17 +61,17 @@ def magnitudes_first(batch: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AnyLatents(LatentArrays):
-    """What the batches share whose cache may also be plain and of 8 bits: of bytes as many as a row has columns."""
+    """The base of batches whose cache may also be plain with 8 bits, which has one byte for each column of a row."""
 
-    CACHE: ClassVar[str]  # the argument
-    ROWS: ClassVar[str]  # one whose last dimension is that of rows
+    CACHE: ClassVar[str]  # the name of the cache argument
+    ROWS: ClassVar[str]  # the name of an argument whose last dimension is a row's width
 
     cache_format: str | None = None
     cache_layout: str | None = None
 
     @property
     def code_dtype(self) -> str | None:
-        """The dtype of a plain 8-bit cache, None of any other."""
+        """The dtype of a plain 8-bit cache; None for any other cache."""
         cache, rows = getattr(self, self.CACHE), getattr(self, self.ROWS)
         return self.cache_dtype if cache.itemsize == 1 and cache.shape[-1] == rows.shape[-1] else None
 
@@ -87,13 +87,13 @@ class AnyLatents(LatentArrays):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Selection:
-    """One cache of a call, and the lists into it."""
+    """One cache of a call, and the index lists into it."""
 
     name: str
     cache: Cache
     format: str
     indices: NDArray[np.int32]  # [..., N]
-    lens: NDArray[np.int32]  # the shape of `indices` but for its last dimension
+    lens: NDArray[np.int32]  # the shape of `indices` without its last dimension
 
     @property
     def num_slots(self) -> int:
@@ -101,13 +101,13 @@ class Selection:
 
     @property
     def selects(self) -> NDArray[np.bool_]:
-        """Which entries select a slot."""
+        """Whether each entry selects a slot, in the shape of `indices`."""
         inside = (self.indices >= 0) & (self.indices < self.num_slots)
         return inside & (np.arange(self.indices.shape[-1]) < self.lens[..., None])
 
     @property
     def unread(self) -> NDArray[np.bool_]:
-        """The slots that no entry selects."""
+        """Whether each slot is selected by no entry, bool [slots]."""
         unread = np.ones(self.num_slots, bool)
         unread[self.indices[self.selects]] = False
         return unread
@@ -117,14 +117,14 @@ class Selection:
 
     @property
     def widened(self) -> Cache:
-        """The cache in float32, a quantised one dequantised into it."""
+        """The cache in float32, dequantised if it is quantised."""
         with np.errstate(all="ignore"):
             rows = latents.rows_of(self.cache, self.format).astype(np.float32)
         return rows.reshape(*self.cache.shape[:2], *rows.shape[1:])
 
 
 def _lens(given: NDArray[np.int32] | None, indices: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Lengths in any of their forms as one for each list."""
+    """The length of each list, from lengths in any of their accepted shapes."""
     if given is None:
         return np.full(indices.shape[:-1], indices.shape[-1], np.int32)
     given = given.reshape(*given.shape, *(1,) * (indices.ndim - 1 - given.ndim))
@@ -139,7 +139,7 @@ class PrefillBatch(LatentArrays):
     PAGES: ClassVar[tuple[str, ...]] = ("kv",)
 
     q: NDArray[np.float32]
-    kv: Cache  # [s_kv, K, d_qk], or pages
+    kv: Cache  # rows [s_kv, K, d_qk], or pages
     indices: NDArray[np.int32]
     sm_scale: float | None = None
     d_v: int = 512
@@ -164,25 +164,25 @@ class PrefillBatch(LatentArrays):
         return self.q.shape[1] // self.kv.shape[-2]
 
     def fully_masked_heads(self) -> NDArray[np.bool_]:
-        """The heads of the queries that select no row, [T, H]."""
+        """Whether a query head selects no row, bool [T, H]."""
         return np.repeat(~self.selection.selects.any(axis=-1), self.group, axis=1)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """NaN, or infinities and any bytes, in every row that no query selects."""
+        """The batch with poison in every row that no query selects: NaN, or for "inf" infinities or arbitrary bytes."""
         return self.change(kv=self.selection.poisoned(kind, seed).reshape(self.kv.shape))
 
     def widened(self) -> Self:
-        """The same values in float32."""
+        """The batch with its caches in float32."""
         wide = self.selection.widened
         wide = wide[:, 0] if self.kv.ndim == 3 else wide
         return self.change(kv=wide, dtype="float32", cache_format=None, cache_layout=None, out_dtype=None)
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-        """Out, max_logits and lse as the definition has them, in float64 on the inputs as rounded."""
+        """The reference's out, max_logits and lse, computed in float64 from the rounded inputs."""
         return sparse_mla_prefill(**self.arguments())
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
-        """The weighted means of the values' magnitudes, in the shape of out."""
+        """The weighted means of the values' magnitudes, in out's shape."""
         return magnitudes_first(self).expected()[0]
 
 
@@ -225,7 +225,7 @@ class DecodeBatch(LatentArrays):
         return latents.format_of(self.kv_cache, self.cache_format, self.cache_layout)
 
     def selections(self) -> Iterator[Selection]:
-        """The lists of the call with their caches; of a dense call what the page table and the lengths come to."""
+        """The call's caches with their lists, which follow from page table and lengths in a dense call."""
         if self.indices is None:
             every = self.listed()
             yield Selection("kv_cache", self.kv_cache, self.format, every, _lens(None, every))
@@ -237,7 +237,7 @@ class DecodeBatch(LatentArrays):
             yield Selection("extra_kv_cache", self.extra_kv_cache, found, self.extra_indices, lens)
 
     def listed(self) -> NDArray[np.int32]:
-        """Of a dense call: the slots that each query sees, [S, Q, longest], -1 where it sees none."""
+        """The slots that each query of a dense call sees, [S, Q, longest]; -1 at positions that it does not see."""
         assert self.page_indices is not None
         assert self.kv_lens is not None
         num_pages, page_size = self.kv_cache.shape[:2]
@@ -246,35 +246,35 @@ class DecodeBatch(LatentArrays):
         pages = self.page_indices.astype(np.int64)[:, position // page_size]
         slots = np.where((pages >= 0) & (pages < num_pages), pages * page_size + position % page_size, -1)
         end = np.clip(self.kv_lens, 0, len(position))[:, None]
-        own = end - (num_q_tokens - np.arange(num_q_tokens))  # where each query stands
+        own = end - (num_q_tokens - np.arange(num_q_tokens))  # the position of each query
         first = np.zeros_like(own) if self.sliding_window is None else own - self.sliding_window + 1
         stop = own + 1 if self.causal else np.broadcast_to(end, own.shape)
         seen = (position >= first[..., None]) & (position < stop[..., None])
         return np.where(seen, slots[:, None], -1).astype(np.int32)
 
     def fully_masked(self) -> NDArray[np.bool_]:
-        """The queries that see no key, [S, Q]."""
+        """Whether a query sees no key, bool [S, Q]."""
         return ~np.any([selection.selects.any(axis=-1) for selection in self.selections()], axis=0)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """NaN, or infinities and any bytes, in every slot that no query sees."""
+        """The batch with poison in every slot that no query sees: NaN, or for "inf" infinities or arbitrary bytes."""
         return self.change(**{selection.name: selection.poisoned(kind, seed) for selection in self.selections()})
 
     def widened(self) -> Self:
-        """The same values in float32."""
+        """The batch with its caches in float32."""
         wide = {selection.name: selection.widened for selection in self.selections()}
         return self.change(**wide, dtype="float32", cache_format=None, cache_layout=None, out_dtype=None)
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Out and lse as the definition has them, in float64 on the inputs as rounded."""
+        """The reference's out and lse, computed in float64 from the rounded inputs."""
         return mla_decode(**self.arguments())
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
-        """The weighted means of the values' magnitudes, in the shape of out."""
+        """The weighted means of the values' magnitudes, in out's shape."""
         return magnitudes_first(self).expected()[0]
 
     def alone(self, seq: int) -> Self:
-        """The call of one of the sequences."""
+        """The call with only one of the sequences."""
         of_sequences = ("q", "page_indices", "kv_lens", "indices", "topk_lens", "extra_indices", "extra_topk_lens")
         given = {name: getattr(self, name) for name in of_sequences}
         return self.change(**{name: value[seq : seq + 1] for name, value in given.items() if value is not None})
@@ -282,28 +282,28 @@ class DecodeBatch(LatentArrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """What the structures of the two attentions have in common."""
+    """The parameters that both latent attentions share."""
 
     heads: int = 1
     kv_heads: int = 1
-    d_qk: int = 48  # a quantised cache has one of its own
+    d_qk: int = 48  # a quantised cache's format defines its own
     d_v: int = 32
     dtype: str = "float32"
     format: str = "plain"
-    cache_dtype: str = "uint8"  # as which the bytes of a quantised cache are given
+    cache_dtype: str = "uint8"  # the dtype in which the bytes of a quantised cache are passed
     scales: str = "arbitrary"
     topk: int = 8
     entries: str = "any"
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
-    poison: str | None = None  # nan or inf in all that must not be read
+    poison: str | None = None  # nan or inf in slots that must not be read
     strided: bool = False
     magnitude: float = 1.0
-    shrink: float = 10.0  # by which rows are smaller than normal
+    shrink: float = 10.0  # standard normal rows are divided by this
     seed: int = 0
 
     def fitted(self) -> Self:
-        """The structure whose arrays `build` makes, which is another inside of `fitting`."""
+        """The spec whose arrays `build` creates: this one, changed by the enclosing `fitting`, if any."""
         return _fit.get()(self)  # type: ignore[return-value]
 
     @property
@@ -336,7 +336,7 @@ class LatentSpec:
         }
 
 
-Fit = Callable[[Any], Any]  # of a structure: what is built in its place
+Fit = Callable[[Any], Any]  # returns the spec to build in place of another one
 
 
 def as_it_is(spec: LatentSpec) -> LatentSpec:
@@ -344,9 +344,9 @@ def as_it_is(spec: LatentSpec) -> LatentSpec:
 
 
 def at_tuned_widths(spec: LatentSpec) -> LatentSpec:
-    """The same structure as kernels take it that are made for the widths and dtypes of real models alone.
+    """The spec with the widths and dtypes of real models, for kernels that support no others.
 
-    One of the page sizes becomes the usual one, which such kernels have a way of their own for.
+    In dense decodes, the page size 5 becomes 64, for which such kernels have a special path.
     """
     dense = isinstance(spec, DecodeSpec) and not spec.topk
     paged = isinstance(spec, DecodeSpec) and spec.page_size == 5
@@ -365,7 +365,7 @@ _fit: contextvars.ContextVar[Fit] = contextvars.ContextVar("fit", default=as_it_
 
 @contextlib.contextmanager
 def fitting(fit: Fit) -> Iterator[None]:
-    """Inside, structures are built as `fit` makes them."""
+    """Inside this context, `build` builds `fit(spec)` in place of each spec."""
     token = _fit.set(fit)
     try:
         yield
@@ -386,10 +386,11 @@ def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[
 def lists_of(
     rng: np.random.Generator, pools: list[NDArray[np.int32]], topk: int, entries: str, num_slots: int
 ) -> NDArray[np.int32]:
-    """A list of `topk` slots for each pool that it may draw from.
+    """Lists [pools, topk] of slots, each drawn from one of the pools.
 
-    `entries`: "distinct" as far as the pool goes, then -1, all of it shuffled; "any": besides, some entries twice and
-    some that select nothing, anywhere; "repeated": one slot all over; "none" that selects any.
+    The kinds of `entries` are "distinct": different slots of the pool, padded with -1 and shuffled; "any": like
+    "distinct", but with some duplicates and some entries that select nothing; "repeated": one slot in every entry;
+    "none": only entries that select nothing.
     """
     lists = np.full((len(pools), topk), -1, np.int64)
     nothing = np.array([*WILD, num_slots, num_slots + 1], np.int64)
@@ -409,7 +410,7 @@ def lists_of(
 
 
 def lens_of(rng: np.random.Generator, shape: tuple[int, ...], topk: int, kind: str | None) -> NDArray[np.int32] | None:
-    """Lengths of lists: None, "inside" [0, topk], "zero", or "wild": negative and far too long ones too."""
+    """Lengths of lists: None, "inside" [0, topk], "zero", or "wild" (also negative or far too long)."""
     if kind is None:
         return None
     inside = rng.integers(0, topk + 1, shape, np.int32)
@@ -421,12 +422,12 @@ def lens_of(rng: np.random.Generator, shape: tuple[int, ...], topk: int, kind: s
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillSpec(LatentSpec):
-    """The structure of a `sparse_mla_prefill` call."""
+    """The parameters of a `sparse_mla_prefill` call."""
 
     tokens: int = 3
-    rows: int = 20  # s_kv, or the slots of the cache up to a whole page
+    rows: int = 20  # s_kv, or the number of slots, which is rounded up to whole pages
     page_size: int | None = None  # None: packed rows
-    lens: str | None = None  # of the lists: inside, zero, wild
+    lens: str | None = None  # kind of list lengths: inside, zero or wild
     deterministic: bool = False
     out_dtype: str | None = None
 
@@ -456,7 +457,7 @@ class PrefillSpec(LatentSpec):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeSpec(LatentSpec):
-    """The structure of an `mla_decode` call; `topk` of 0 is a dense one."""
+    """The parameters of an `mla_decode` call, which is dense if `topk` is 0."""
 
     kv_lens: tuple[int, ...] = (17, 5)
     q_tokens: int = 1
@@ -465,14 +466,14 @@ class DecodeSpec(LatentSpec):
     sliding_window: int | None = None
     soft_cap: float | None = None
     out_dtype: str | None = None
-    spare_columns: int = 0  # entries of page_indices no sequence is long enough for
+    spare_columns: int = 0  # columns of page_indices beyond the longest sequence
     spare_pages: int = 2
     invalid_pages: bool = False  # some page indices within the lengths are out of range
-    garbage: bool = False  # in the page indices past the last used one
-    lens: str | None = None  # of the lists: inside, zero, wild
-    lens_by_query: bool = False  # given as [S, Q], not [S]
+    garbage: bool = False  # fill unused page indices with garbage
+    lens: str | None = None  # kind of list lengths: inside, zero or wild
+    lens_by_query: bool = False  # whether lengths have the shape [S, Q] rather than [S]
     extra_topk: int = 0
-    extra_format: str | None = None  # None: that of the first cache; else one of the same layout
+    extra_format: str | None = None  # None: the first cache's; otherwise a format with the same layout
     extra_slots: int = 10
     extra_page_size: int = 3
     extra_lens: str | None = None
@@ -516,7 +517,7 @@ class DecodeSpec(LatentSpec):
         return table
 
     def _sparse(self, rng: np.random.Generator, dense: DecodeBatch) -> dict[str, Any]:
-        """The lists: each query's draws from the slots of its own sequence."""
+        """The arguments of a sparse call; each query's list has slots that it sees in the dense call."""
         own = [slots[slots >= 0] for seq in dense.listed() for slots in seq]
         num_slots = dense.kv_cache.shape[0] * self.page_size
         of_queries = dense.q.shape[:2]

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the operations on latent caches: structure and a seed, small shapes most of the time."""
+"""Hypothesis strategies that draw specs, most of them small, for the operations on latent caches."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from ragged_attention.testing.mla.specs import BYTES, DecodeSpec, PrefillSpec
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTISED = tuple(latents.LAID_OUT)
 FORMATS = (*("plain",) * 3, *QUANTISED)
-BESIDE = {  # what a second cache may be besides
+BESIDE = {  # the other format that a second cache may have, by the first cache's format
     f"{one}{layout}": f"{other}{layout}"
     for one, other in (("fp8_v41", "fp4_v41"), ("fp4_v41", "fp8_v41"))
     for layout in ("", ", page")
@@ -33,13 +33,13 @@ kv_len = st.one_of(st.integers(1, 40), st.sampled_from([0, 1, 16, 64, 65, 130]))
 
 
 def only_powers(format: str) -> bool:
-    """Whether scales can be nothing but powers of two."""
+    """Whether the format's scales can only be powers of two."""
     return format != "plain" and latents.LAID_OUT[format].scales == "float8_e8m0fnu"
 
 
 @st.composite
 def latent(draw: st.DrawFn, clean: bool, formats: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of `LatentSpec`. `clean` leaves poison out, which a law brings in by itself."""
+    """The fields of `LatentSpec`; `clean` excludes poison, which laws add themselves."""
     format = draw(st.sampled_from(formats))
     width = latents.LAID_OUT[format].width if format != "plain" else None
     d_qk, d_v = draw(st.sampled_from(WIDTHS)) if width is None else (width, draw(st.sampled_from([512, 512, 64, 480])))
@@ -87,7 +87,7 @@ def decode_specs(
     extra: bool | None = None,
     formats: tuple[str, ...] = FORMATS,
 ) -> DecodeSpec:
-    """Any valid `mla_decode` call; `sparse` and `extra` (a second cache) can demand a kind of it."""
+    """Any valid `mla_decode` call; `sparse` and `extra` (a second cache) can require a kind of call."""
     common = draw(latent(clean, formats))
     sparse = draw(st.booleans()) if sparse is None and not extra else bool(sparse or extra)
     kv_heads = 1 if sparse or common["format"] != "plain" else draw(st.sampled_from([1, 1, 2]))
@@ -120,7 +120,7 @@ def decode_specs(
 
 @st.composite
 def quantize_specs(draw: st.DrawFn, *, special: bool = True) -> QuantizeSpec:
-    """Any rows; `special` ones hold NaN and infinities here and there."""
+    """Any valid `quantize_mla_cache` call; if `special`, some rows hold NaN and infinities."""
     format = draw(st.sampled_from(QUANTISED))
     return QuantizeSpec(
         format=format,
@@ -150,7 +150,7 @@ dequantize_specs = st.builds(
 
 @st.composite
 def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -> LatentWriteSpec:
-    """Any valid write into a latent cache."""
+    """Any valid `write_mla_cache` call."""
     format = draw(st.sampled_from(formats))
     return LatentWriteSpec(
         format=format,
@@ -186,7 +186,7 @@ slots_specs = st.builds(
 
 @st.composite
 def schedule_specs(draw: st.DrawFn) -> ScheduleSpec:
-    """Any valid request for a schedule, dense or sparse."""
+    """Any valid `make_decode_schedule` call, dense or sparse."""
     topk = draw(st.sampled_from([0, 0, 1, 64, 100, 2048]))
     extra_topk = draw(st.sampled_from([None, 1, 128])) if topk else None
     return ScheduleSpec(

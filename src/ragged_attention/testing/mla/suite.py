@@ -1,4 +1,4 @@
-"""The checks of the operations on latent caches, as `suite` takes them up."""
+"""The checks of the operations on latent caches that `suite` includes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -45,7 +45,7 @@ INVARIANT = DecodeSpec(topk=0, kv_lens=(300, 3, 70), page_size=16, heads=3, dtyp
 
 
 def check_invariance(runner: Runner, spec: DecodeSpec) -> None:
-    """In one split the bits of a sequence are the same alone and in a batch."""
+    """With one split, a sequence's results have the same bits alone and in a batch."""
     if "num_splits" not in runner.tunables("mla_decode"):
         raise Absent(f"{runner.backend} has no num_splits for mla_decode")
     batch, options = spec.build(), {"num_splits": 1}
@@ -57,7 +57,7 @@ def check_invariance(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def check_decoded(runner: Runner, batch: PrefillBatch) -> None:
-    """A quantised cache is decoded first, whether or not that is worth it."""
+    """Run `check_prefill` on a path that dequantises the whole cache first, even if that is slower."""
     if "decoded" not in runner.tunables("sparse_mla_prefill"):
         raise Absent(f"{runner.backend} has no decoded for sparse_mla_prefill")
     check_prefill(runner, batch, {"decoded": True})
@@ -81,7 +81,7 @@ def check_prefill_determinism(runner: Runner, spec: PrefillSpec) -> None:
 
 
 def _decode_on_every_path(build: Callable[[], DecodeBatch]) -> Callable[[Runner, int], int]:
-    """By a schedule too, which is no option."""
+    """The `run` of a check with each set of options and with a schedule, which is an argument and not an option."""
     run = on_every_path("mla_decode", check_decode, build)
 
     def with_schedule(runner: Runner, examples: int) -> int:
@@ -93,7 +93,7 @@ def _decode_on_every_path(build: Callable[[], DecodeBatch]) -> Callable[[Runner,
 
 
 def corners() -> Iterator[Check]:
-    """Every named batch of latents, once, as the backend's own heuristic would run it; some on every path."""
+    """Checks that run every named batch with the backend's own options, and some with each set of options."""
     for what, check, builders in CORNERS:
         for name, build in builders.items():
             yield Check("corner", f"{what}, {name}", on_corner(check, build))
@@ -112,7 +112,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn batches against the definition, and what must not change a bit."""
+    """Checks that compare drawn batches with the reference, and checks that results repeat with the same bits."""
     yield Check(
         "agreement",
         "sparse prefill on drawn batches",
@@ -139,7 +139,7 @@ def agreement() -> Iterator[Check]:
 
 
 def laws() -> Iterator[Check]:
-    """What holds of latent attention without an oracle."""
+    """Checks of properties that need no reference result."""
     for name, law in MLA_LAWS.items():
         yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
     yield from ragged.laws()

@@ -1,1 +1,1 @@
-"""Attention over a paged KV cache: `ragged_paged_attention`, writes to the cache, and merges of partial results."""
+"""Checks of attention over a paged KV cache, of writes to the cache, and of merges of partial results."""

@@ -1,4 +1,4 @@
-"""A named batch for every edge of the definition; the part of the suite that leaves nothing to chance."""
+"""Named batches for the edge cases of `ragged_paged_attention`, of writes and of merges."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ ALL_EDGES = ((0, 7), (3, 0), (4, 2), (1, 33), (0, 0), (6, 30))
 
 
 def _lens(batch: Batch, **values: Any) -> Batch:
-    """A batch with single entries of its index arrays replaced: `kv_lens={1: -5}`."""
+    """The batch with single entries of its index arrays replaced, such as `kv_lens={1: -5}`."""
     fields = {}
     for name, entries in values.items():
         fields[name] = getattr(batch, name).copy()
@@ -31,7 +31,7 @@ def _plain(**fields: Any) -> Spec:
 
 
 _SPECS: dict[str, Spec] = {
-    # What a sequence may look like.
+    # Lengths of sequences.
     "one key": Spec(lens=((1, 1),)),
     "decode": Spec(lens=((1, 40), (1, 1), (1, 16)), group=4),
     "decode of a long sequence": Spec(lens=((1, 700), (1, 3)), page_size=16, num_kv_heads=2, group=3),
@@ -41,7 +41,7 @@ _SPECS: dict[str, Spec] = {
     "speculative": Spec(lens=((4, 60), (3, 35), (4, 4)), group=8, dtype="bfloat16"),
     "mixed": _plain(num_kv_heads=2, group=3),
     "many sequences": Spec(lens=tuple((n % 3, 3 * n % 17 + n % 3) for n in range(21))),
-    # Sequences with little or nothing to do.
+    # Sequences with few or no queries or keys.
     "no queries": Spec(lens=((0, 9), (2, 11), (0, 0), (0, 3), (1, 4)), garbage=True),
     "no query at all": Spec(lens=((0, 9), (0, 0)), garbage=True),
     "no query but padding": Spec(lens=((0, 9), (0, 0)), padding=3, garbage=True, poison="nan"),
@@ -50,7 +50,7 @@ _SPECS: dict[str, Spec] = {
     "more queries than keys": Spec(lens=((5, 2), (9, 8), (2, 1)), group=2),
     "more queries than keys, not causal": Spec(lens=((5, 2), (9, 8), (2, 1)), causal=False, sliding_window=3),
     "every edge at once": Spec(lens=ALL_EDGES, count="array", spare_seqs=2, padding=3, poison="nan", garbage=True),
-    # Padding and the count of sequences.
+    # Padding and the number of sequences.
     "padding rows": _plain(padding=5, poison="nan"),
     "num_seqs an int below the maximum": _plain(count="int", spare_seqs=3, padding=2, poison="nan", garbage=True),
     "num_seqs an array below the maximum": _plain(count="array", spare_seqs=3, padding=2, poison="nan", garbage=True),
@@ -271,7 +271,7 @@ def _no_pages() -> Batch:
 
 
 def _without_new_pages(**fields: Any) -> Batch:
-    """The pages of a sequence's new tokens are missing; the last sequence has none at all."""
+    """A batch without pages for sequences' new tokens; the last sequence has no page at all."""
     batch = Spec(lens=((2, 6), (3, 12), (4, 16), (2, 9)), num_kv_heads=2, group=2, **fields).build()
     table = batch.page_indices.copy()
     table[0, 1], table[1, 2], table[2, 3], table[3] = -1, INT32.min, batch.num_pages, -7
@@ -287,7 +287,7 @@ def _no_room_for_sequences() -> Batch:
     return Spec(lens=(), padding=3).build()
 
 
-# Index values against the law, whose meaning the definition gives all the same.
+# Invalid index values, for which the results are still defined.
 _VALUES: dict[str, Callable[[], Batch]] = {
     "kv_len over what the table holds": lambda: _lens(_plain().build(), kv_lens={0: INT32.max, 1: 1000}),
     "kv_len negative": lambda: _lens(_plain().build(), kv_lens={1: -1, 2: INT32.min}),
@@ -316,7 +316,7 @@ CORNERS: dict[str, Callable[[], Batch]] = {name: spec.build for name, spec in _S
 
 
 def _with_special_values() -> WriteBatch:
-    """NaN, infinities, ties and values beyond the format's range."""
+    """A write with NaN, infinities, ties, and values beyond the format's range."""
     write = write_batch(Spec(lens=((6, 6),), cache_dtype="float8_e4m3fn"))
     k = write.k.copy()
     special = [
@@ -335,7 +335,7 @@ def _special_int8() -> WriteBatch:
 
 
 def _extreme_slots() -> WriteBatch:
-    """Slots far outside, among them those whose low 32 bits would be inside."""
+    """A write to slots far outside the cache, including some whose low 32 bits would be inside."""
     write = write_batch(Spec(lens=((9, 9),)))
     slots = [-1, 0, 2**32, 2**32 + 1, -(2**63), 2**63 - 1, 2**31, -(2**32), 5]
     return write.change(slot_mapping=np.array(slots, np.int64), k=np.nan_to_num(write.k), v=np.nan_to_num(write.v))
@@ -419,7 +419,7 @@ MERGE_CORNERS: dict[str, Callable[[], MergeBatch]] = {
 
 
 def _equal_parts() -> MergeBatch:
-    """Parts that all say the same merge into it, their weights added."""
+    """A merge of parts with equal outs, which keeps the out and adds the weights."""
     batch = merge_batch((4, 3, 2, 16), dtype="bfloat16")
     outs = np.broadcast_to(formats.rounded(batch.outs[:1], "bfloat16"), batch.outs.shape).copy()
     return batch.change(outs=outs)

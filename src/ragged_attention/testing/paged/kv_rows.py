@@ -1,4 +1,4 @@
-"""Rows of K and V in formats with scales: `quantize_kv`, `dequantize_kv`, and what a write makes of them."""
+"""Checks of `quantize_kv` and `dequantize_kv`, and of their agreement with writes."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ class QuantizeRows(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DequantizeRows(Arrays):
-    """The arguments of one `dequantize_kv` call in NumPy; `dtype` is that of the result."""
+    """The arguments of one `dequantize_kv` call in NumPy; `dtype` is the result's dtype."""
 
     codes: NDArray[Any]
     scales: NDArray[Any] | None = None
@@ -59,21 +59,21 @@ class DequantizeRows(Arrays):
 
 
 def described(form: KvFormat) -> dict[str, Any]:
-    """The arguments of `quantize_kv` for a format."""
+    """The arguments that describe a format to `quantize_kv`."""
     return {"format": form.name, "zero": form.zero or None, "scales_dtype": form.scales if form.zero else None}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowsSpec:
-    """The structure of a `quantize_kv` call, and of the `dequantize_kv` call for its results."""
+    """The parameters of a `quantize_kv` call, and of a `dequantize_kv` call for its results."""
 
-    name: str = "int8_token_head"  # of `formats.KV_FORMATS`
+    name: str = "int8_token_head"  # one of `formats.KV_FORMATS`
     rows: tuple[int, ...] = (2, 3, 2)
     width: int = 64
     dtype: str = "float32"
-    scale: str | None = None  # None, "float", "heads"
-    reach: int = 0  # powers of ten between the largest and the smallest rows
-    wild: bool = False  # scales of either sign and any size, for `dequantize_kv`
+    scale: str | None = None  # kind of `scale`: None, "float" or "heads"
+    reach: int = 0  # rows are scaled by up to this power of ten, up or down
+    wild: bool = False  # whether `dequantize_kv` gets scales of any sign and size
     strided: bool = False
     seed: int = 0
 
@@ -85,7 +85,7 @@ class RowsSpec:
         return QuantizeRows(x=x, scale=self._scale(), dtype=self.dtype, strided=self.strided, **described(form))
 
     def stored(self) -> DequantizeRows:
-        """Rows that a cache could hold, in a format that need not have scales."""
+        """A `dequantize_kv` call on rows in the format, which may have no scales."""
         rng, form = np.random.default_rng(self.seed), formats.KV_FORMATS[self.name]
         scales = None
         if form.scaled:
@@ -107,7 +107,7 @@ class RowsSpec:
 
 
 def check_quantize(runner: Runner, batch: QuantizeRows) -> None:
-    """Codes and scales are the definition's, to the last bit."""
+    """Codes and scales have the reference's bits."""
     codes, scales = runner.run("quantize_kv", batch)
     want_codes, want_scales = quantize_kv(**batch.arguments())
     identical(codes, want_codes, "codes")
@@ -125,7 +125,7 @@ def check_stored(runner: Runner, spec: RowsSpec) -> None:
 
 
 def a_write_quantises(runner: Runner, batch: WriteBatch) -> None:
-    """A write stores the codes and scales that `quantize_kv` makes of its rows."""
+    """A write stores the same codes and scales that `quantize_kv` returns for its rows."""
     slots = batch.slot_mapping
     assert slots is not None
     cache, *scale_pages = runner.run("write_kv_pages", batch)

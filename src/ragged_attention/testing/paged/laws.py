@@ -1,7 +1,7 @@
-"""What holds for every backend without asking the definition: `LAWS`, by the sentence each one states.
+"""`LAWS`: properties of every backend that need no reference result, by the sentence that each one states.
 
-A law takes a runner and the spec of a clean batch (no poison, garbage or shared pages: a law brings those in itself)
-and raises AssertionError if the backend breaks it. They are the laws of `reference/README.md`, in its order.
+A law takes a runner and the spec of a clean batch, without poison, garbage or shared pages, which laws add themselves.
+It raises AssertionError if the backend breaks it. These are the laws of `reference/README.md`, in its order.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ from ragged_attention.testing.paged.specs import (
 from ragged_attention.testing.rounded_weights import allowance
 from ragged_attention.testing.runner import Runner
 
-RaggedSpec = Any  # a `Spec`, or another structure of ragged queries over pages
+RaggedSpec = Any  # a `Spec`, or another spec of ragged queries over pages
 Law = Callable[[Runner, Any], None]
 BLOCK_SIZES = (1, 2, 4, 8, 64, 256)
 
 
 def same(runner: Runner, batch: RaggedTables, other: RaggedTables, kind: str | None = None) -> None:
-    """Two batches give the same out and the same lse."""
+    """Check that two batches have the same out and lse."""
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     other_out, other_lse = runner.run(other.OPERATION, other, return_lse=True)
     agrees(out, other_out, kind or batch.kind, allowance=allowance(runner, batch, other))
@@ -70,7 +70,7 @@ def pages_may_move(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
-    """Sequences that share pages get what they get from copies of their own."""
+    """Sequences that share pages have the same results as with their own copies of these pages."""
     shared = dataclasses.replace(spec, sharing="prefix").build()
     if not shared.page_indices.size:
         return
@@ -80,7 +80,7 @@ def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
 
 
 def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
-    """One call over a batch equals one call a sequence."""
+    """A batch has the same results as separate calls for its sequences."""
     batch = spec.build()
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     for seq, (start, stop) in enumerate(batch.bounds()):
@@ -92,7 +92,7 @@ def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
-    """Constant values come back as themselves, times v_scale and what the sink leaves; others stay within bounds."""
+    """Constant values give this constant, times v_scale and the share that sinks leave; no out exceeds all values."""
     batch = spec.build()
     arrays = [pages.copy() for pages in pages_of(batch.kv_pages)]
     ones = batch.change(kv_pages=like_pages(batch.kv_pages, arrays))
@@ -116,7 +116,7 @@ def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
 
 
 def _share(batch: RaggedTables, lse: np.ndarray) -> np.ndarray:
-    """What the sinks leave to the keys, [T, H]; 0 where there is no key."""
+    """The share of weight that sinks leave to the keys, [T, H]; 0 without keys."""
     lse = lse.astype(np.float64)
     sinks = np.full(lse.shape[1], -np.inf) if batch.sinks is None else batch.sinks.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -128,7 +128,7 @@ def parts_merge(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def expect_parts_to_merge(runner: Runner, batch: RaggedTables) -> None:
-    """Results over disjoint ranges of keys merge into the result over all; here each part has every other page."""
+    """Results over disjoint sets of keys merge into the result over all keys; here each part has every other page."""
     odd = np.arange(batch.page_indices.shape[1])[None] % 2 == 1
     tables = [np.where(hidden, np.int32(-1), batch.page_indices) for hidden in (odd, ~odd)]
     expect_to_merge(runner, batch, [batch.change(page_indices=table) for table in tables])
@@ -161,7 +161,7 @@ def ranges_of_a_mask_are_that_mask(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def ranges_are_a_union(runner: Runner, spec: RaggedSpec) -> None:
-    """Ranges may stand in any order, be cut in two, and overlap; what two of them see apart merges."""
+    """Key ranges may come in any order, be cut in two, and overlap; results over disjoint ranges merge."""
     batch, rng = spec.build().masked(causal=True, sliding_window=None), np.random.default_rng(spec.seed)
     if "draft_mask" in batch.arguments():
         batch = batch.change(draft_mask=None)
@@ -178,7 +178,7 @@ def ranges_are_a_union(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def all_blocks_named_are_all_keys(runner: Runner, spec: Spec) -> None:
-    """And blocks named twice, or beside entries that name nothing, are named."""
+    """Lists of all blocks change nothing, also with duplicates and invalid entries."""
     batch, size = spec.build().masked(), BLOCK_SIZES[spec.seed % len(BLOCK_SIZES)]
     rng, count = np.random.default_rng(spec.seed), -(-int(batch.kv_lens.max(initial=0)) // size)
     every = np.broadcast_to(np.arange(count, dtype=np.int32), (len(batch.q), batch.num_kv_heads, count))
@@ -188,11 +188,11 @@ def all_blocks_named_are_all_keys(runner: Runner, spec: Spec) -> None:
 
 
 def lists_are_sets_of_keys(runner: Runner, spec: Spec) -> None:
-    """Their order is free, a block that is named twice counts once, two halves are a block, and parts merge."""
+    """Order and duplicates in a list do not matter, two half blocks equal a block, and results over parts merge."""
     batch, rng = spec.build().masked(), np.random.default_rng(spec.seed)
     size, length = BLOCK_SIZES[1 + spec.seed % (len(BLOCK_SIZES) - 1)], 5
     count = -(-int(batch.kv_lens.max(initial=0)) // size)
-    # A different block in each entry, so that two parts of a list have no key in common.
+    # All entries of a list are different blocks, so that two parts of it share no key.
     shape = len(batch.q), batch.num_kv_heads, count + length
     blocks = rng.permuted(np.broadcast_to(np.arange(count + length), shape), axis=2)[..., :length]
     nothing = rng.choice([-1, count, 2**31 // size, 2**31 - 1, -(2**31)], blocks.shape)
@@ -207,7 +207,7 @@ def lists_are_sets_of_keys(runner: Runner, spec: Spec) -> None:
 
 
 def each_kv_head_has_its_list(runner: Runner, spec: Spec) -> None:
-    """Its query heads get what they get from a call in which its list is that of all heads."""
+    """A KV head's query heads have the same results as in a call that uses its list for all heads."""
     batch, size = spec.build().masked(), BLOCK_SIZES[spec.seed % len(BLOCK_SIZES)]
     count = -(-int(batch.kv_lens.max(initial=0)) // size)
     shape = len(batch.q), batch.num_kv_heads, 3
@@ -225,7 +225,7 @@ def each_kv_head_has_its_list(runner: Runner, spec: Spec) -> None:
 
 
 def a_window_of_blocks_is_that_window(runner: Runner, spec: Spec) -> None:
-    """The blocks of one key that a window has, and no others."""
+    """A list of one-key blocks equals the sliding window with the same keys."""
     batch = spec.build().masked(causal=True, draft_mask=None)
     window = min(batch.sliding_window or 7, 9)
     own = np.full(len(batch.q), -1)
@@ -237,7 +237,7 @@ def a_window_of_blocks_is_that_window(runner: Runner, spec: Spec) -> None:
 
 
 def hints_change_nothing(runner: Runner, spec: RaggedSpec) -> None:
-    """Nor do those that are wrong."""
+    """`max_q_len` changes no result, even if it is wrong."""
     batch = spec.build().change(max_q_len=None)
     for limit in (0, 1, 71):
         same(runner, batch.change(max_q_len=limit), batch)
@@ -255,7 +255,7 @@ def a_far_cap_is_nearly_none(runner: Runner, spec: Spec) -> None:
     reach = np.abs(batch.values()[0]).max(initial=1)
     reach *= np.abs(per_head(batch.k_scale, batch.num_kv_heads)).max() * np.abs(batch.q).max(initial=1)
     scale = batch.q.shape[2] ** -0.5 if batch.sm_scale is None else batch.sm_scale
-    # So far above the logits that what it takes away is lost in 16 bits, and near enough to be computed in float32.
+    # The cap is so far above the logits that its effect is lost in 16 bits, but low enough for float32.
     cap = 30.0 * float(reach) * max(1.0, scale * batch.q.shape[2] ** 0.5)
     same(runner, batch.change(soft_cap=cap), batch, "bfloat16")
 
@@ -266,7 +266,7 @@ def quantised_is_dequantised(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def sinks_take_their_share(runner: Runner, spec: RaggedSpec) -> None:
-    """A sink of -inf changes nothing, one of +inf makes out 0, none changes the lse; a finite one is exact."""
+    """A sink of -inf changes nothing, +inf makes out 0, a finite one scales out by its share; none changes lse."""
     batch = spec.build().change(sinks=None)
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     heads = batch.q.shape[1]
@@ -285,7 +285,7 @@ def slopes_of_zero_are_none(runner: Runner, spec: Spec) -> None:
 
 
 def a_steep_slope_is_a_window_of_one(runner: Runner, spec: Spec) -> None:
-    """If all a query sees is up to its own key, which it sees, only that key is left."""
+    """For a causal query that sees its own key, a very steep slope leaves only this key."""
     lens = tuple((min(lens), lens[1]) for lens in spec.lens)
     clean = dataclasses.replace(spec, lens=lens, alibi=None)
     batch = clean.build().masked(causal=True)
@@ -294,7 +294,7 @@ def a_steep_slope_is_a_window_of_one(runner: Runner, spec: Spec) -> None:
 
 
 def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
-    """If all keys are alike, the lse is that of the slopes alone, and the result of what they weigh."""
+    """If all logits are 0, the slopes alone determine lse."""
     batch = spec.build().change(sm_scale=0.0, soft_cap=None, sinks=None, relative_bias=None)
     rng = np.random.default_rng(spec.seed)
     slopes = rng.uniform(-0.5, 0.5, batch.q.shape[1]).astype(np.float32)
@@ -314,7 +314,7 @@ def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
 
 
 def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
-    """A table of a slope's biases, as wide as any distance, is that slope; one of a single column is no bias."""
+    """A relative bias table with a slope's biases for all distances equals the slope; one column of 0 is no bias."""
     batch = spec.build().masked(relative_bias=None, causal=True, draft_mask=None)
     heads, reach = batch.q.shape[1], max((batch.kv_len(seq) for seq in range(len(batch.bounds()))), default=0) + 1
     slopes = np.linspace(-0.25, 0.5, heads, dtype=np.float32)
@@ -327,11 +327,11 @@ def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
 
 
 def writing_is_having(runner: Runner, spec: Spec) -> None:
-    """Attending after a write equals attending over a cache that held the tokens already."""
+    """Attention after a write equals attention over a cache that already held the tokens."""
     batch = spec.build()
     if batch.stored is not None:
         return
-    if not batch.quantized:  # then what a scale takes away is lost by rounding
+    if not batch.quantized:  # with scales, rounding to the cache's dtype would lose bits
         batch = batch.change(k_scale=None, v_scale=None)
     dtype = "float32" if batch.quantized else batch.dtype
     arrays = [pages.copy() for pages in pages_of(batch.kv_pages)]
@@ -354,7 +354,7 @@ def writing_is_having(runner: Runner, spec: Spec) -> None:
 
 
 def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
-    """Each page listed twice leaves out as it is and adds log 2 to the lse."""
+    """Listing each page twice leaves out unchanged and adds log 2 to lse."""
     batch = spec.build()
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
     plain = dict.fromkeys(batch.arguments().keys() & {"sliding_window", "sinks", "alibi_slopes", "relative_bias"})

@@ -1,4 +1,4 @@
-"""Norm, rotary embedding and write in one operation: its batches, checks against the definition, and laws."""
+"""Batches, checks and laws of `norm_rope_write`, which normalises, rotates and writes in one operation."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from ragged_attention.testing.paged.specs import Arrays, Pages, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import specs, write_batch
 from ragged_attention.testing.runner import Runner
 
-# What float32 may lose in a norm and a rotation, relative to a row's largest number.
+# The error of a norm and a rotation in float32, relative to a row's largest number.
 ERROR = 2.0**-19
 
 
@@ -49,11 +49,11 @@ class NormRopeBatch(Arrays):
         return "pages" if name == "cos_sin" else super().layout_of(name)
 
     def exact(self, x: NDArray[np.float32], weight: NDArray[np.float32] | None) -> NDArray[np.float64]:
-        """Rows normalised and rotated, in float64."""
+        """The normalised and rotated rows, in float64."""
         return rotated(normalized(x, weight, self.eps), self.positions, self.cos_sin, self.interleaved)
 
     def write(self, k: NDArray[Any]) -> WriteBatch:
-        """The write of `k` and this call's values, by `write_kv_pages`."""
+        """The `write_kv_pages` call that writes `k` and this call's values."""
         names = ("v", "kv_pages", "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale",
                  "v_scale", "dtype", "cache_dtype", "strided")  # fmt: skip
         return WriteBatch(k=k, **{name: getattr(self, name) for name in names})
@@ -61,13 +61,13 @@ class NormRopeBatch(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NormRopeSpec:
-    """The structure of a call."""
+    """The parameters of a `norm_rope_write` call."""
 
     spec: Spec
     by_tables: bool = False
     slots: str = "int32"
     positions: str = "int32"
-    half: int = 8  # the rotated pairs of columns, at most half of the head
+    half: int = 8  # number of rotated pairs of columns, at most half of head_dim
     weights: str = "qk"  # which of q and k are normalised
     weight_dtype: str = "float32"
     eps: float = 1e-6
@@ -130,7 +130,7 @@ CORNERS: dict[str, NormRopeSpec] = {
 
 @st.composite
 def norm_rope_specs(draw: Any, *, clean: bool = False) -> NormRopeSpec:
-    """Any valid `norm_rope_write` call. `clean` leaves out what a law brings in by itself."""
+    """Any valid `norm_rope_write` call; `clean` excludes what laws add themselves."""
     spec = draw(specs(clean=True) if clean else specs())
     return NormRopeSpec(
         spec=dataclasses.replace(spec, q_scales=None),
@@ -148,7 +148,7 @@ def norm_rope_specs(draw: Any, *, clean: bool = False) -> NormRopeSpec:
 
 
 def check_norm_rope(runner: Runner, batch: NormRopeBatch) -> None:
-    """The queries agree with the definition; what is written lies within the error of float32, and nothing else is."""
+    """Queries agree with the reference, written values lie within float32's error, and nothing else is written."""
     q, pages = runner.run("norm_rope_write", batch)
     agrees(q, rounded(batch.exact(batch.q, batch.q_weight), batch.dtype), batch.dtype)
     lower, upper = (_written(batch, sign) for sign in (-1, 1))
@@ -157,7 +157,7 @@ def check_norm_rope(runner: Runner, batch: NormRopeBatch) -> None:
 
 
 def _written(batch: NormRopeBatch, sign: int) -> Pages:
-    """The definition's pages for keys and values that are off by as much as float32 may lose."""
+    """The reference's pages for keys and values that are moved by float32's error, up or down."""
     k = batch.exact(batch.k, batch.k_weight)
     size = np.maximum(np.abs(k).max(-1, keepdims=True, initial=0), np.float64(1e-30))
     v = batch.v.astype(np.float64)
@@ -172,7 +172,7 @@ def _written(batch: NormRopeBatch, sign: int) -> Pages:
 
 
 def it_is_three_operations(runner: Runner, spec: NormRopeSpec) -> None:
-    """The pages are to the last bit those of a write of the rotated keys, which a call with k as q returns."""
+    """The pages have the same bits as after a write of the rotated keys, which a call with k as q returns."""
     batch = spec.build()
     _, pages = runner.run("norm_rope_write", batch)
     k, _ = runner.run("norm_rope_write", batch.change(q=batch.k, q_weight=batch.k_weight))
@@ -181,7 +181,7 @@ def it_is_three_operations(runner: Runner, spec: NormRopeSpec) -> None:
 
 
 def angle_zero_rotates_nothing(runner: Runner, spec: NormRopeSpec) -> None:
-    """Without weights and with the angle 0, queries stay as they are."""
+    """Without weights and with the angle 0, queries do not change."""
     batch = dataclasses.replace(spec, weights="", paired=True).build()
     cos, sin = batch.cos_sin
     q, _ = runner.run("norm_rope_write", batch.change(cos_sin=(np.ones_like(cos), np.zeros_like(sin))))
@@ -189,7 +189,7 @@ def angle_zero_rotates_nothing(runner: Runner, spec: NormRopeSpec) -> None:
 
 
 def rotation_keeps_norms(runner: Runner, spec: NormRopeSpec) -> None:
-    """A rotation keeps the norm of each row, and the columns after the rotary ones."""
+    """A rotation keeps the norm of each row, and does not change the columns after the rotary ones."""
     batch = dataclasses.replace(spec, weights="", paired=True).build()
     q, _ = runner.run("norm_rope_write", batch)
     width = 2 * batch.cos_sin[0].shape[1]
@@ -199,7 +199,7 @@ def rotation_keeps_norms(runner: Runner, spec: NormRopeSpec) -> None:
 
 
 def padding_does_not_spread(runner: Runner, spec: NormRopeSpec) -> None:
-    """NaN in the rows of some tokens, which are not written, changes no other token's results."""
+    """NaN in the rows of tokens that are not written changes no other token's results."""
     batch = dataclasses.replace(spec, by_tables=False).build()
     assert batch.slot_mapping is not None
     padding = np.random.default_rng(spec.spec.seed).random(len(batch.q)) < 0.3
@@ -215,7 +215,7 @@ def padding_does_not_spread(runner: Runner, spec: NormRopeSpec) -> None:
 
 
 def tokens_may_move(runner: Runner, spec: NormRopeSpec) -> None:
-    """Permuted tokens give permuted queries, and the same pages."""
+    """Permuting the tokens permutes the queries and leaves the pages the same."""
     batch = dataclasses.replace(spec, by_tables=False).build()
     order = np.random.default_rng(spec.spec.seed).permutation(len(batch.q))
     names = ("q", "k", "v", "positions", "slot_mapping")

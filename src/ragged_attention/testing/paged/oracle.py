@@ -1,4 +1,4 @@
-"""What writes and merges must give, by the definition."""
+"""Checks that compare attention, writes and merges with the reference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,12 +25,12 @@ from ragged_attention.testing.runner import Runner
 
 
 def check_attention(runner: Runner, batch: RaggedTables, options: Mapping[str, Any] | None = None) -> None:
-    """A batch's out and lse agree with the definition."""
+    """The backend's out and lse agree with the reference's."""
     expect_results(runner, batch, runner.run(batch.OPERATION, batch, options=options, return_lse=True), batch)
 
 
 def expect_results(runner: Runner, batch: RaggedTables, got: Any, seen: RaggedTables) -> None:
-    """Out and lse of a batch are those that the definition has for what was `seen` of it."""
+    """Raise AssertionError unless a batch's out and lse agree with the reference's for the batch `seen`."""
     (out, lse), (want_out, want_lse) = got, seen.expected()
     agrees(out, want_out, batch.kind, allowance=allowance(runner, seen))
     agrees(lse, want_lse, f"lse {batch.kind}", "lse")
@@ -48,10 +48,10 @@ def check_determinism(runner: Runner, batch: RaggedTables) -> None:
 
 
 def check_write(runner: Runner, batch: WriteBatch) -> None:
-    """The tokens are in their slots, to the last bit, and nothing else has changed.
+    """The tokens are in their slots with the reference's bits, and nothing else has changed.
 
-    Where a scale is no power of two, a device may divide by it with an error of two units in the last place of
-    float32; then either neighbour of a value that close to a tie will do.
+    If a scale is not a power of two, a device may divide by it with an error of two units in the last place of float32.
+    For a value that close to a tie, either neighbour is then accepted.
     """
     if batch.stored is not None:
         check_scaled_write(runner, batch)
@@ -64,31 +64,31 @@ def check_write(runner: Runner, batch: WriteBatch) -> None:
 
 
 def check_scaled_write(runner: Runner, batch: WriteBatch) -> None:
-    """A write with scale pages leaves the codes and the scales of the definition, to the last bit."""
+    """A write with scale pages leaves the reference's codes and scales, with the same bits."""
     got = runner.run("write_kv_pages", batch)
     want = write_kv_pages(**batch.arguments(), **batch.formats)
     for name, side, wanted, form in zip("kv", split(got[0]), split(want[0]), batch.formats.values(), strict=True):
         wanted = wanted if form.quantized else formats.rounded(wanted, form.codes)
         identical(side, wanted, f"{name} of the pages")
     for name, scales, wanted in zip("kv", got[1:], want[1:], strict=True):
-        if wanted is not None:  # the lowest bits of a scale may be a zero point
+        if wanted is not None:  # compare bits, because a scale's low bits may be a zero point
             identical(bits_of(scales), bits_of(wanted), f"scales of {name}")
 
 
 def bits_of(array: NDArray[Any]) -> NDArray[Any]:
-    """The bits of an array of numbers, with one pattern for NaN."""
+    """The bits of an array, with one pattern for all NaN."""
     numbers = np.where(np.isnan(array), np.float32(np.nan), array) if array.dtype == np.float32 else array
     return numbers.view(np.uint32) if numbers.dtype == np.float32 else numbers
 
 
 def inexact(scale: Any) -> bool:
-    """Whether dividing by a scale may round."""
+    """Whether division by a scale may round, because the scale is not a power of two."""
     scales = per_head(scale, 1 if np.ndim(scale) == 0 else len(scale))
     return bool((np.frexp(scales)[0] != 0.5).any())
 
 
 def between(got: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], cache_dtype: str, what: str) -> None:
-    """Every stored value is one of two bounds, whichever is the lower, or lies between them."""
+    """Raise AssertionError unless every stored value lies between two bounds, which may be in either order."""
     values, low, high = (formats.values_of(array, cache_dtype) for array in (got, lower, upper))
     low, high = np.fmin(low, high), np.fmax(low, high)
     within = (values >= low) & (values <= high)
@@ -96,14 +96,14 @@ def between(got: NDArray[Any], lower: NDArray[Any], upper: NDArray[Any], cache_d
 
 
 def nudged(values: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-    """Values `step` units in the last place of float32 away."""
+    """The values moved by `step` units in the last place of float32."""
     for _ in range(abs(step)):
         values = np.nextafter(values, np.float32(np.inf * step), dtype=np.float32)
     return values
 
 
 def _written(batch: WriteBatch, step: int) -> Pages:
-    """The definition's pages, for tokens that lie `step` units in the last place of float32 away."""
+    """The reference's pages, for tokens that are moved by `step` units in the last place of float32."""
     arguments = batch.change(k=nudged(batch.k, step), v=nudged(batch.v, step)).arguments()
     if batch.quantized:
         return write_kv_pages(**arguments, **batch.formats, copies=batch.copies)

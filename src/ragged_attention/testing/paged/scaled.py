@@ -1,4 +1,4 @@
-"""Attention and writes over caches whose rows, or blocks of their columns, have scales of their own."""
+"""Checks of attention and writes over caches with scales for each row or for blocks of its columns."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ LONG: dict[str, Any] = {"lens": ((1, 700), (1, 3)), "page_size": 16}
 
 
 def _of(name: str, /, **fields: Any) -> Spec:
-    """A structure whose keys and values have a format."""
+    """A spec whose keys and values have the named format."""
     width = 32 if formats.KV_FORMATS[name].group > 16 else 16
     return Spec(**{**SHORT, "head_dim": width, "num_kv_heads": 2, "stored": (name, name), **fields})
 
@@ -68,7 +68,7 @@ _PAIRS: dict[str, Spec] = {
 
 
 def special_write(name: str) -> WriteBatch:
-    """Rows with NaN, infinity, zeros of both signs, one sign only, and numbers that are ties after their division."""
+    """A write of rows with NaN, infinity, zeros of both signs, a single sign, and values that quantise to ties."""
     write = write_batch(_of(name, lens=((9, 9),), head_dim=32), by_tables=True)
     k, v = write.k.copy(), np.zeros_like(write.v)
     k[0, 0, 3], k[1, :, 5], k[2, 1, 7], k[3] = np.nan, np.inf, -np.inf, 0.0
@@ -106,9 +106,9 @@ WRITES: dict[str, Callable[[], WriteBatch]] = {
 
 
 def garbage_reaches_who_sees_it(runner: Runner, spec: Spec) -> None:
-    """A NaN or infinite scale changes no row but those that see its position, not even by another row beside them.
+    """A NaN or infinite scale changes only the rows of queries that see its position.
 
-    Those get NaN from a NaN scale, in all columns if it is that of a key.
+    A NaN scale gives these rows NaN, in all columns if keys have scales, else in some.
     """
     batch, rng = spec.build(), np.random.default_rng(spec.seed)
     bad = rng.random((batch.num_pages, batch.page_size, batch.num_kv_heads)) < 0.1
@@ -132,7 +132,7 @@ def garbage_reaches_who_sees_it(runner: Runner, spec: Spec) -> None:
 
 
 def _rows_that_see(batch: Batch, bad: np.ndarray) -> np.ndarray:
-    """The rows of queries and heads, [T, H], that see a slot of their KV head that is `bad`."""
+    """Whether a query head sees a `bad` slot of its KV head, bool [T, H]."""
     rows = np.zeros(batch.q.shape[:2], bool)
     flat = bad.reshape(-1, batch.num_kv_heads)
     for seq, (start, stop) in enumerate(batch.bounds()):

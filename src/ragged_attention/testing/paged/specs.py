@@ -1,7 +1,7 @@
-"""A batch's structure (`Spec`, what Hypothesis draws) and the NumPy arrays made from it (`Batch`).
+"""The parameters of a batch (`Spec`, which Hypothesis draws) and the NumPy arrays built from them (`Batch`).
 
-Structure and one seed are drawn, NumPy fills the data: so a failing batch shrinks to few sequences and features, and
-its `Spec(...)`, as printed, makes the same arrays again.
+Hypothesis draws only the fields and one seed, and NumPy fills in the values. So a failing batch shrinks to few
+sequences and features, and its printed `Spec(...)` builds the same arrays again.
 """
 
 import abc
@@ -31,7 +31,7 @@ Pages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 
 
 def pages_of(kv_pages: Pages) -> list[NDArray[Any]]:
-    """The arrays that hold the cache, one or two."""
+    """The one or two arrays of the cache."""
     return list(kv_pages) if isinstance(kv_pages, tuple) else [kv_pages]
 
 
@@ -41,40 +41,42 @@ def like_pages(kv_pages: Pages, arrays: list[NDArray[Any]]) -> Pages:
 
 
 def split(kv_pages: Pages) -> tuple[NDArray[Any], NDArray[Any]]:
-    """K and V as they are stored, each [P, G, K, D]; views of the given arrays."""
+    """The stored K and V, each [P, G, K, D], as views of the pages."""
     return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
 
 
 def unread(rng: np.random.Generator) -> Callable[[int | tuple[int, ...], int], NDArray[np.int32]]:
-    """What fills index entries that must not be read, by their shape and a limit: any int32, or what would pass for
-    valid values."""
+    """A function of a shape and a limit that fills unused index entries.
+
+    They become arbitrary int32 values, or values up to the limit, which look valid.
+    """
     if rng.random() < 0.5:
         return lambda shape, limit: rng.integers(0, limit + 1, shape, np.int32)
     return lambda shape, limit: garbage(rng, shape, limit)
 
 
 def misplaced(rng: np.random.Generator, table: NDArray[np.int32], num_pages: int) -> NDArray[np.int32]:
-    """A page table in which some entries name no page."""
+    """The page table with some entries that name no page."""
     beyond = np.array([-1, num_pages, INT32.min, INT32.max, -num_pages, 2**30], np.int64)
     return np.where(rng.random(table.shape) < 0.3, rng.choice(beyond, table.shape), table).astype(np.int32)
 
 
 class Contradiction(ValueError):
-    """The fields of a structure contradict each other, so that no call has it."""
+    """Raised if the fields of a spec contradict each other, so that no such call exists."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
-    """What the batches share: the dtypes that they stand for, and how they lie in memory."""
+    """The base of all batches: the dtypes that their arrays stand for, and their memory layout."""
 
     dtype: str = "float32"
     cache_dtype: str = "float32"
     stored: tuple[str, str] | None = (
-        None  # the formats of keys and values, see `formats.KV_FORMATS`; then no cache_dtype
+        None  # the formats of keys and values, from `formats.KV_FORMATS`; replaces cache_dtype
     )
-    q_dtype: str | None = None  # of q where it is another than dtype, to which it is then widened
-    strided: bool = False  # in torch: every array a view with gaps of garbage
-    # In torch: arguments that lie in memory once along an axis, over which all that they hold is alike.
+    q_dtype: str | None = None  # q's dtype, if it is not `dtype`; q is then widened to `dtype`
+    strided: bool = False  # in torch, whether every array is a view with garbage in its gaps
+    # In torch, the axis on which each of these arguments has a stride of 0; its slices along the axis are equal.
     alike: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -83,12 +85,12 @@ class Arrays:
 
     @property
     def kind(self) -> str:
-        """Which bounds hold for the outputs: caches of 8 bits are held to those of bfloat16."""
+        """The kind of bounds for the results; 8-bit caches use those of bfloat16."""
         return "bfloat16" if self.quantized else self.dtype
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The formats of keys and values that the reference needs to read pages of codes."""
+        """The keyword arguments by which the reference reads quantised pages."""
         if not self.quantized:
             return {}
         k_format, v_format = (formats.KV_FORMATS[name] for name in self.stored or (self.cache_dtype,) * 2)
@@ -98,12 +100,12 @@ class Arrays:
         return dataclasses.replace(self, **fields)
 
     def arguments(self) -> dict[str, Any]:
-        """The call's arguments by name, floats as float32, 8-bit floats as bits."""
+        """The call's arguments by name, with floats as float32 and 8-bit floats as bits."""
         own = {field.name for field in dataclasses.fields(Arrays)}
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
-        """The dtype in which an argument goes to the front end."""
+        """The dtype in which an argument is passed to the front end."""
         if name in ("q", "k", "v", "outs"):
             return self.q_dtype or self.dtype if name == "q" else self.dtype
         if name == "kv_pages":
@@ -120,21 +122,21 @@ class Arrays:
         return formats.element_of(self.formats["v_format" if pages is pages_of(pair)[-1] else "k_format"])
 
     def layout_of(self, name: str) -> str:
-        """How an argument may be strided: "rows" anyhow, "pages" but in their last dimension, "blocks" as a whole."""
+        """How an argument may be strided: "rows" freely, "pages" not in the last dimension, "blocks" by whole pages."""
         return "pages" if name == "kv_pages" else "rows"
 
 
 def by_q_head(of_kv_heads: Any, heads: int) -> NDArray[np.bool_]:
-    """What is said for KV heads, or for all, and rows, [K or 1, rows], for rows and query heads, [rows, H]."""
+    """Flags by row and query head [rows, H], from flags by KV head, or for all heads, and row [K or 1, rows]."""
     return np.repeat(of_kv_heads, heads // len(of_kv_heads), axis=0).T
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RaggedTables(Arrays, abc.ABC):
-    """What the batches of ragged queries over pages share: their tables, and what each query sees by them."""
+    """The base of batches of ragged queries over pages: their tables, and the keys that each query sees."""
 
     OPERATION: ClassVar[str]
-    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "key_ranges")  # the arguments that have a row for each token
+    OF_TOKENS: ClassVar[tuple[str, ...]] = ("q", "key_ranges")  # arguments with a row for each token
 
     q: NDArray[np.float32]
     kv_lens: NDArray[np.int32]
@@ -153,7 +155,7 @@ class RaggedTables(Arrays, abc.ABC):
 
     @property
     def kind(self) -> str:
-        """Which bounds hold: 8-bit caches are held to bfloat16's, results of 16 bits to theirs."""
+        """The kind of bounds: bfloat16 for 8-bit caches, else the 16-bit dtype of q or of the results, if any."""
         if any(pages.itemsize == 1 for pages in self.pages):
             return "bfloat16"
         return self.dtype if self.dtype != "float32" else self.out_dtype or self.dtype
@@ -161,40 +163,40 @@ class RaggedTables(Arrays, abc.ABC):
     @property
     @abc.abstractmethod
     def pages(self) -> list[NDArray[Any]]:
-        """The arrays that hold the cache, each [P, G, ...]."""
+        """The arrays of the cache, each [P, G, ...]."""
 
     @abc.abstractmethod
     def with_pages(self, arrays: list[NDArray[Any]]) -> Self:
-        """The same batch over other pages."""
+        """The batch with other arrays of the cache."""
 
     @abc.abstractmethod
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
-        """The pages with NaN or infinity in `unread` [P, G, K or 1], slots of each KV head or of all."""
+        """The cache's arrays with NaN or infinity in the slots `unread` [P, G, K or 1]."""
 
     @abc.abstractmethod
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Out and lse as the definition has them, in float64 on the inputs as rounded."""
+        """The reference's out and lse, computed in float64 from the rounded inputs."""
 
     @abc.abstractmethod
     def expected_max_logits(self) -> NDArray[np.float64]:
-        """The largest logits as the definition has them."""
+        """The reference's largest logits."""
 
     @abc.abstractmethod
     def mean_magnitudes(self) -> NDArray[np.float64]:
-        """The weighted means of the values' magnitudes, in the shape of out."""
+        """The weighted means of the values' magnitudes, in out's shape."""
 
     def drafted(self, start: int, stop: int) -> NDArray[np.bool_] | None:
-        """Rows of a draft mask, if there is one."""
+        """The rows [start, stop) of the draft mask, or None."""
         del start, stop
         return None
 
     def lists(self, start: int, stop: int) -> tuple[NDArray[np.int32] | None, int | None]:
-        """Rows of the lists of blocks, if there are any, and the size of a block."""
+        """The rows [start, stop) of the lists of blocks, and the block size; None without lists."""
         del start, stop
         return None, None
 
     def masked(self, **mask: Any) -> Self:
-        """The batch with another mask than its ranges of keys and its lists of blocks, if it has any."""
+        """The batch without key ranges and lists of blocks, and with the given mask arguments."""
         return self.change(key_ranges=None, **mask)
 
     @property
@@ -206,14 +208,14 @@ class RaggedTables(Arrays, abc.ABC):
         return self.pages[0].shape[0]
 
     def bounds(self) -> list[tuple[int, int]]:
-        """First and one-past-last query row of every live sequence."""
+        """The first and the one-past-last query row of each live sequence."""
         return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
 
     def alone(self, seq: int) -> Self:
-        """The call of one of the live sequences."""
+        """The call with only one of the live sequences."""
         start, stop = self.bounds()[seq]
         of_tokens = {name: getattr(self, name) for name in self.OF_TOKENS}
-        if (bias := of_tokens.get("relative_bias")) is not None and bias.ndim == 2:  # all queries share it
+        if (bias := of_tokens.get("relative_bias")) is not None and bias.ndim == 2:  # one bias shared by all queries
             del of_tokens["relative_bias"]
         return self.change(
             kv_lens=self.kv_lens[seq : seq + 1],
@@ -228,7 +230,7 @@ class RaggedTables(Arrays, abc.ABC):
         return int(np.clip(self.kv_lens[seq], 0, self.page_indices.shape[1] * self.page_size))
 
     def seen(self, seq: int) -> NDArray[np.bool_]:
-        """Which keys each query of a sequence sees for each KV head, or for all, [K or 1, q_len, kv_len]."""
+        """Whether each query of a sequence sees each key, by KV head or for all heads, bool [K or 1, q_len, kv_len]."""
         start, stop = self.bounds()[seq]
         kv_len = self.kv_len(seq)
         pages = self.page_indices[seq, : -(-kv_len // self.page_size)]
@@ -238,21 +240,21 @@ class RaggedTables(Arrays, abc.ABC):
         return seen_by_heads(seen, *self.lists(start, stop))
 
     def slots(self, seq: int) -> NDArray[np.int64]:
-        """The slot of each of a sequence's positions; meaningless where the page index is out of range."""
+        """The slot of each position of a sequence; meaningless if the page index is out of range."""
         position = np.arange(self.kv_len(seq))
         return self.page_indices[seq].astype(np.int64)[position // self.page_size] * self.page_size + (
             position % self.page_size
         )
 
     def fully_masked(self) -> NDArray[np.bool_]:
-        """The heads of query rows that see no key, padding included, [T, H]."""
+        """Whether a query head sees no key, padding included, bool [T, H]."""
         rows = np.ones(self.q.shape[:2], bool)
         for seq, (start, stop) in enumerate(self.bounds()):
             rows[start:stop] = by_q_head(~self.seen(seq).any(axis=2), self.q.shape[1])
         return rows
 
     def read_slots(self) -> NDArray[np.bool_]:
-        """The cache slots that some query sees, of each KV head or of all, [P, G, K or 1]."""
+        """Whether any query sees a cache slot, by KV head or for all heads, bool [P, G, K or 1]."""
         seen: list[Any] = [self.seen(seq).any(axis=1) for seq in range(len(self.bounds()))]
         read = np.zeros((len(seen[0]) if seen else 1, self.num_pages * self.page_size), bool)
         for seq, of_heads in enumerate(seen):
@@ -261,14 +263,14 @@ class RaggedTables(Arrays, abc.ABC):
         return read.T.reshape(self.num_pages, self.page_size, -1)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """NaN or infinity in every slot and every query row that takes no part."""
+        """The batch with NaN or infinity in every slot that no query sees, and in query heads that see no key."""
         rng = np.random.default_rng(seed)
         arrays = self.pages_poisoned(kind, ~self.read_slots(), rng)
         q = np.where(self.fully_masked()[..., None], formats.poison(kind, "float32", self.q.shape, rng), self.q)
         return self.with_pages(arrays).change(q=q)
 
     def with_any_tables(self, rng: np.random.Generator) -> Self:
-        """Any int32 in every index array; now and then one as it is, so that single ones are tried among valid ones."""
+        """The batch with arbitrary int32 values in most index arrays; garbage is also tried beside valid arrays."""
         wild = {
             "kv_lens": garbage(rng, self.kv_lens.shape, 40),
             "page_indices": garbage(rng, self.page_indices.shape, self.num_pages),
@@ -279,7 +281,7 @@ class RaggedTables(Arrays, abc.ABC):
         return self.change(**{name: value for name, value in wild.items() if name not in valid})
 
     def with_garbage_tails(self, seed: int = 0) -> Self:
-        """Garbage in every index entry that must not be read: any int32, or values that would pass for valid ones."""
+        """The batch with garbage in unused entries of its index arrays: any int32, or values that look valid."""
         filling = unread(np.random.default_rng(seed))
         bounds, capacity = self.bounds(), self.page_indices.shape[1] * self.page_size
         kv_lens, cu_q_lens = self.kv_lens.copy(), self.cu_q_lens.copy()
@@ -331,7 +333,7 @@ class Batch(RaggedTables):
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         arrays, count = [pages.copy() for pages in self.pages], len(pages_of(self.kv_pages))
         for given, pages in zip(pages_of(self.kv_pages), arrays, strict=False):
-            heads = pages.shape[2] // unread.shape[2]  # of the array, for each that `unread` has; K and V alternate
+            heads = pages.shape[2] // unread.shape[2]  # per head of `unread`; combined pages alternate K and V
             where = np.repeat(unread, heads, axis=2)
             pages[where] = formats.poison(kind, self.dtype_of_pages(given), pages[where].shape, rng)
         scaled = [form for form in self.formats.values() if form.scaled]
@@ -341,7 +343,7 @@ class Batch(RaggedTables):
         return arrays
 
     def values(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The values of K [P, G, K, D] and V [P, G, K, D_v], without `k_scale` and `v_scale`."""
+        """The values of K [P, G, K, D] and V [P, G, K, D_v], without the factors `k_scale` and `v_scale`."""
         stored = (self.formats.get("k_format"), self.formats.get("v_format"))
         return split_values(self.kv_pages, self.scale_pages, stored)
 
@@ -371,7 +373,7 @@ class Batch(RaggedTables):
         return self.q.shape[1] // self.num_kv_heads
 
     def widened(self) -> "Batch":
-        """The same values in float32, a quantised cache dequantised into it."""
+        """The batch with its cache in float32, dequantised if it is quantised."""
         arrays = list(self.values())
         if self.quantized:
             scales = (per_head(scale, self.num_kv_heads)[:, None] for scale in (self.k_scale, self.v_scale))
@@ -389,14 +391,14 @@ class Batch(RaggedTables):
         wide = wide.with_pages([pages.copy() for pages in wide.pages])
         values = split(wide.kv_pages)[1]
         np.abs(values, out=values)
-        return np.abs(wide.expected()[0])  # the scale of values may be negative
+        return np.abs(wide.expected()[0])  # `v_scale` may be negative
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class WriteBatch(Arrays):
     """The arguments of one `write_kv_pages` call in NumPy."""
 
-    k: NDArray[Any]  # float32, or as the pages store it
+    k: NDArray[Any]  # float32, or codes as the pages store them
     v: NDArray[Any]
     kv_pages: Pages
     slot_mapping: NDArray[np.integer[Any]] | None = None
@@ -411,7 +413,7 @@ class WriteBatch(Arrays):
 
     @property
     def copies(self) -> bool:
-        """Whether K and V come as the pages store them."""
+        """Whether K and V are codes, which the write copies."""
         return self.k.itemsize == 1
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
@@ -430,41 +432,41 @@ class MergeBatch(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spec:
-    """A batch's structure: everything about it but the numbers."""
+    """All parameters of a batch except its values, which `build` draws from `seed`."""
 
     lens: tuple[tuple[int, int], ...]  # (q_len, kv_len) of each live sequence
     page_size: int = 4
     num_kv_heads: int = 1
     group: int = 1
     head_dim: int = 16
-    v_head_dim: int | None = None  # one of its own needs pages in a pair
+    v_head_dim: int | None = None  # None: `head_dim`; another size needs pages in a pair
     combined: bool = True
     dtype: str = "float32"
-    cache_dtype: str | None = None  # None: that of q
-    stored: tuple[str, str] | None = None  # the formats of keys and values instead, see `formats.KV_FORMATS`
-    wild: bool = False  # scales in scale pages of either sign and any size
-    count: str = "none"  # how num_seqs is given: none, int, array
-    spare_seqs: int = 0  # rows of the tables past num_seqs
+    cache_dtype: str | None = None  # None: `dtype`
+    stored: tuple[str, str] | None = None  # formats of keys and values, from `formats.KV_FORMATS`; replaces cache_dtype
+    wild: bool = False  # whether scale pages hold scales of any sign and size
+    count: str = "none"  # the type of num_seqs: none, int or array
+    spare_seqs: int = 0  # table rows past num_seqs
     padding: int = 0  # query rows past the last sequence
-    spare_columns: int = 0  # entries of page_indices no sequence is long enough for
-    limit: str | None = None  # how max_q_len is given: exact, loose, or wrongly as 0 or 1
+    spare_columns: int = 0  # columns of page_indices beyond the longest sequence
+    limit: str | None = None  # max_q_len: None, exact, loose, or wrongly 0 or 1
     causal: bool = True
     sliding_window: int | None = None
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
     alibi: str | None = None  # usual, mixed
-    bias: str | None = None  # a relative bias: one table for all queries (shared), or one for each (own)
-    ranges: str | None = None  # ranges of keys, see `ranges_of`; they replace the masks above
-    selection: Selection | None = None  # lists of blocks of keys, within the masks above
-    draft: int | None = None  # columns of a draft mask, each entry of which is as likely set as not
-    scales: str | None = None  # how k_scale and v_scale are given: float, array, heads
-    q_scales: str | None = None  # the same of q_scale, with e4m3 queries that are widened to dtype
+    bias: str | None = None  # relative bias: one table for all queries (shared) or one for each (own)
+    ranges: str | None = None  # kind of key ranges, see `ranges_of`; they replace the masks above
+    selection: Selection | None = None  # lists of key blocks, within the masks above
+    draft: int | None = None  # number of columns of a random draft mask
+    scales: str | None = None  # the type of k_scale and v_scale: float, array or heads
+    q_scales: str | None = None  # the type of q_scale, with e4m3 queries that are widened to `dtype`
     out_dtype: str | None = None
-    sharing: str | None = None  # prefix: sequences begin with the first one's pages; repeat: one page all over
+    sharing: str | None = None  # prefix: all begin with pages of the first; repeat: one page per sequence
     invalid_pages: bool = False  # some page indices within the lengths are out of range
-    poison: str | None = None  # nan or inf in all that must not be read
-    garbage: bool = False  # in index entries that must not be read
+    poison: str | None = None  # nan or inf in everything that must not be read
+    garbage: bool = False  # fill unused index entries with garbage
     strided: bool = False
     magnitude: float = 1.0
     seed: int = 0
@@ -516,7 +518,7 @@ class Spec:
         return {None: None, "exact": longest, "loose": longest + 7, "0": 0, "1": 1}[self.limit]
 
     def _tables(self, rng: np.random.Generator) -> tuple[NDArray[np.int32], int]:
-        """Shuffled page tables, and the number of pages (a few of them in nobody's table)."""
+        """Shuffled page tables, and the number of pages, of which two are in no table."""
         used = [-(-kv_len // self.page_size) for _, kv_len in self.lens]
         num_pages = sum(used) + 2
         order = rng.permutation(num_pages)
@@ -534,7 +536,7 @@ class Spec:
         return table, num_pages
 
     def _cache(self, rng: np.random.Generator, num_pages: int, cache_dtype: str) -> dict[str, Any]:
-        """The pages and scale pages."""
+        """The pages and the scale pages, as arguments of `Batch`."""
         names = self.stored or (cache_dtype, cache_dtype)
         sides = zip(names, (self.head_dim, self.v_head_dim or self.head_dim), strict=True)
         (k, k_scales), (v, v_scales) = (self._side(rng, num_pages, name, width) for name, width in sides)
@@ -546,8 +548,8 @@ class Spec:
         return {"kv_pages": pages, **scales}
 
     def _side(self, rng: np.random.Generator, num_pages: int, name: str, width: int) -> tuple[Any, Any]:
-        """The pages of K or V, and their scale pages if the format has some."""
-        # int8 uses its whole range; the scale brings it back to size.
+        """The pages of K or V, and their scale pages, or None if the format has none."""
+        # int8 codes use more of their range; `k_scale` and `v_scale` make up for it.
         size = 40.0 if name == "int8" else self.magnitude
         shape, form = (num_pages, self.page_size, self.num_kv_heads, width), formats.KV_FORMATS[name]
         rows = rng.standard_normal(shape) * size
@@ -566,7 +568,7 @@ class Spec:
 
 
 def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float = 1.0) -> Any:
-    """A scale about `size`: None, a float, an array of one, or one for each head."""
+    """A scale near `size`: None, a float, an array without dimensions, or one for each head."""
     if kind is None:
         return None
     values = (rng.uniform(0.5, 1.5, heads) * size).astype(np.float32)
@@ -574,7 +576,7 @@ def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float
 
 
 def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
-    """Sinks of so many heads: normal, all -inf or +inf, or mixed; none of them draws nothing."""
+    """Sinks for `heads` heads: normal, all -inf, all +inf, or mixed. None draws nothing from `rng`."""
     if kind is None:
         return None
     normal = rng.standard_normal(heads).astype(np.float32)
@@ -585,7 +587,7 @@ def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[
 
 
 def slopes_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
-    """The ALiBi slopes of `heads` heads: the usual powers of a half, or a mix of positive, negative and zero."""
+    """The ALiBi slopes for `heads` heads: the usual powers of 1/2, or a mix of positive, negative and zero."""
     if kind is None:
         return None
     if kind == "usual":
@@ -596,7 +598,7 @@ def slopes_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray
 
 
 def bias_table(rng: np.random.Generator, tokens: int, heads: int, kind: str | None) -> NDArray[np.float32] | None:
-    """A relative bias of a few columns: shared by all queries, or each query's own."""
+    """A relative bias table with up to 40 columns, shared by all queries or one for each."""
     if kind is None:
         return None
     width = int(rng.choice([1, 2, 5, 12, 40]))

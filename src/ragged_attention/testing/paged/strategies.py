@@ -1,4 +1,4 @@
-"""Hypothesis strategies: they draw a batch's structure and a seed, so that failures shrink to few features."""
+"""Hypothesis strategies that draw specs, so that failures shrink to few features."""
 
 import dataclasses
 from typing import Any
@@ -14,22 +14,25 @@ from ragged_attention.testing.selected import selections
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
 HEAD_DIMS = (16, 24, 40, 64, 80)
-HEADS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (1, 8), (3, 2))  # KV heads, query heads for each
+HEADS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (1, 8), (3, 2))  # numbers of KV heads, and of query heads for each
 SEEDS = st.integers(0, 2**32 - 1)
 
-# What one sequence may look like, as (q_len, kv_len).
+# Strategies for one sequence's (q_len, kv_len).
 prefill = st.integers(1, 12).map(lambda n: (n, n))
 chunk = st.builds(lambda q, past: (q, q + past), st.integers(2, 9), st.integers(1, 40))
 decode = st.integers(1, 70).map(lambda kv: (1, kv))
 speculative = st.builds(lambda q, past: (q, q + past), st.integers(2, 4), st.integers(10, 60))
-odd = st.sampled_from([(0, 0), (0, 7), (1, 0), (3, 0), (4, 2), (9, 1)])  # nothing to do, or more queries than keys
+odd = st.sampled_from([(0, 0), (0, 7), (1, 0), (3, 0), (4, 2), (9, 1)])  # no queries or keys, or more queries than keys
 sequence = st.one_of(decode, prefill, chunk, speculative, odd)
 
 
 @st.composite
 def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | None, ...] | None = None) -> Spec:
-    """Any valid batch. `clean` leaves out drafts, scales of queries and dtypes of results, and what laws bring in by
-    themselves: poison, missing pages, sharing."""
+    """Any valid `ragged_paged_attention` call.
+
+    `clean` excludes drafts, scales of queries and dtypes of results, and what laws add themselves: poison, missing
+    pages and shared pages.
+    """
     lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
     num_kv_heads, group = draw(st.sampled_from(HEADS))
     combined = draw(st.booleans())
@@ -71,7 +74,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
     )
     if clean:
         return spec
-    widened = spec.cache_dtype is None or spec.dtype == "bfloat16"  # as e4m3 queries are beside an 8-bit cache
+    widened = spec.cache_dtype is None or spec.dtype == "bfloat16"  # e4m3 queries with an 8-bit cache need bfloat16
     return dataclasses.replace(
         spec,
         q_scales=draw(st.sampled_from([None] * 6 + ["float", "array", "heads"])) if widened else None,
@@ -81,7 +84,7 @@ def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | Non
 
 @st.composite
 def scaled_specs(draw: st.DrawFn, *, clean: bool = False) -> Spec:
-    """Batches whose keys or values, or both, have scale pages."""
+    """Any valid `ragged_paged_attention` call in which keys or values have scale pages."""
     spec = draw(specs(clean=clean, cache_dtypes=(None,)))
     names = st.sampled_from([*formats.SCALED])
     others = st.sampled_from([*formats.SCALED, spec.dtype, *formats.QUANTIZED])
@@ -100,13 +103,13 @@ def scaled_specs(draw: st.DrawFn, *, clean: bool = False) -> Spec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WriteSpec:
-    """The structure of a `write_kv_pages` call in which no two tokens go to one slot."""
+    """The parameters of a `write_kv_pages` call in which all tokens have different slots."""
 
     spec: Spec
     by_tables: bool = False
     slots: str = "int32"
-    reach: float = 1.0  # 1000 goes beyond what an 8-bit float can hold
-    coded: bool = False  # K and V come as 8-bit pages store them
+    reach: float = 1.0  # scale of the values; 1000 exceeds the range of e4m3
+    coded: bool = False  # whether K and V are codes of 8-bit pages
 
     def build(self) -> WriteBatch:
         batch = write_batch(self.spec, by_tables=self.by_tables, slot_dtype=np.dtype(self.slots), reach=self.reach)
@@ -123,7 +126,7 @@ write_specs = st.builds(
 )
 
 
-# Numbers that divide rows before they are quantised would leave no scale exact.
+# `k_scale` and `v_scale` divide rows before they are quantised, so row scales would not be exact with them.
 scaled_write_specs = st.builds(
     WriteSpec,
     spec=scaled_specs().map(lambda spec: dataclasses.replace(spec, scales=None)),
@@ -133,7 +136,7 @@ scaled_write_specs = st.builds(
 
 
 def coded(batch: WriteBatch, *, finite: bool = False) -> WriteBatch:
-    """A write into 8-bit pages whose K and V are any codes of theirs, or of numbers; another write as it is."""
+    """A write into 8-bit pages, with K and V as arbitrary codes, or finite ones; any other write unchanged."""
     if not batch.quantized or batch.stored is not None:
         return batch
     rng, dtype = np.random.default_rng(len(batch.k)), np.int8 if batch.cache_dtype == "int8" else np.uint8
@@ -144,7 +147,7 @@ def coded(batch: WriteBatch, *, finite: bool = False) -> WriteBatch:
 
 
 def write_batch(spec: Spec, *, by_tables: bool = False, slot_dtype: Any = np.int32, reach: float = 1.0) -> WriteBatch:
-    """The write that comes before a spec's attention call, into pages that hold something already."""
+    """The write that precedes a spec's attention call, into pages that are already filled."""
     batch = dataclasses.replace(spec, sharing=None, poison=None).build()
     rng = np.random.default_rng(spec.seed + 1)
     num_tokens = len(batch.q)
@@ -183,7 +186,7 @@ def write_batch(spec: Spec, *, by_tables: bool = False, slot_dtype: Any = np.int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MergeSpec:
-    """The structure of a `merge_attention_states` call; some parts are empty, with NaN in their out."""
+    """The parameters of a `merge_attention_states` call; some parts are empty and have NaN in out."""
 
     parts: int
     tokens: int
@@ -230,7 +233,7 @@ def merge_batch(
     strided: bool = False,
     seed: int = 0,
 ) -> MergeBatch:
-    """Random parts of `shape` [N, T, H, D_v], a share of them `empty`, their lse `spread` apart; sinks as in `Spec`."""
+    """Random parts of `shape` [N, T, H, D_v]; `empty` is the fraction without keys, `spread` the size of lse."""
     rng = np.random.default_rng(seed)
     none = rng.random(shape[:3]) < empty
     outs = formats.rounded(rng.standard_normal(shape), dtype)

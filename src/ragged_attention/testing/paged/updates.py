@@ -1,4 +1,4 @@
-"""Attention that is given the step's new keys and values to write: what it writes, and what it then sees."""
+"""Checks of attention calls that also write the step's new keys and values."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +15,7 @@ from ragged_attention.testing.paged.specs import Spec, WriteBatch, pages_of
 from ragged_attention.testing.paged.strategies import coded, specs, write_batch
 from ragged_attention.testing.runner import Runner
 
-# In one operation where the backend has that, else in two.
+# The option to write and attend in one kernel, for backends that offer it; otherwise they use two.
 FUSED = {"fused_update": True}
 
 UPDATES: dict[str, Spec] = {
@@ -43,7 +43,7 @@ UPDATES: dict[str, Spec] = {
 def check_update(
     runner: Runner, spec: Spec, options: Mapping[str, Any] | None = None, *, of_codes: bool = False
 ) -> None:
-    """The pages are to the last bit those that a write of its own leaves, and the attention sees them."""
+    """The pages have the same bits as after a separate write, and the attention sees them."""
     spec = dataclasses.replace(spec, sharing=None, poison=None)
     batch, new = spec.build(), _with_nan_where_nothing_goes(write_batch(spec, by_tables=True))
     if of_codes:
@@ -55,7 +55,7 @@ def check_update(
 
 
 def _with_nan_where_nothing_goes(new: WriteBatch) -> WriteBatch:
-    """NaN in the rows of no sequence, padding that is."""
+    """The write with NaN in padding rows."""
     tables = new.cu_q_lens, new.num_seqs
     assert tables[0] is not None
     count = len(tables[0]) - 1 if tables[1] is None else int(np.asarray(tables[1]).reshape(()))
@@ -84,7 +84,7 @@ def _on_drawn(runner: Runner, examples: int) -> int:
 
 
 def corners() -> Iterator[Check]:
-    """Every named update, in one operation and in two."""
+    """Checks that run every named update in one kernel, if the backend can, and in two."""
     for name, spec in UPDATES.items():
         yield Check("corner", f"update, {name}", _on_each_path(spec))
     for name in formats.QUANTIZED:

@@ -1,1 +1,1 @@
-"""Attention over packed sequences, and gradients, those of sparse latent attention included."""
+"""Checks of attention over packed sequences, and of gradients, including those of sparse latent attention."""

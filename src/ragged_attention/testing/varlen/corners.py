@@ -1,4 +1,4 @@
-"""A named batch for every edge of attention over packed sequences, and of the gradients of it and of sparse lists."""
+"""Named batches for the edge cases of attention over packed sequences, its gradient, and sparse prefill's gradient."""
 
 import dataclasses
 from collections.abc import Callable
@@ -104,7 +104,7 @@ VARLENS: dict[str, VarlenSpec] = {
     "ALiBi, sm_scale 0": VarlenSpec(lens=((70, 70),), alibi="usual", sm_scale=0.0, causal=True, dtype="float16"),
     "ALiBi, sm_scale negative": VarlenSpec(alibi="mixed", sm_scale=-0.2, soft_cap=3.0, group=2),
     "a relative bias": VarlenSpec(lens=LONG, bias="shared", kv_heads=2, group=2, causal=True, dtype="bfloat16"),
-    # Of seeds 1 and 3 a table has one and twelve columns; of 1 and 5 those of each query have forty and twelve.
+    # Shared tables have one column with seed 1 and 12 with seed 3; tables of each query have 40 and 12 with 1 and 5.
     "a relative bias, not causal": VarlenSpec(lens=((20, 70), (9, 4)), bias="shared", group=3, poison="nan", seed=3),
     "a relative bias of one column": VarlenSpec(lens=((20, 33), (4, 0), (9, 4)), bias="shared", poison="nan", seed=1),
     "a relative bias of each query": VarlenSpec(
@@ -165,12 +165,12 @@ SPARSES: dict[str, PrefillSpec] = {
 
 
 def _next_to_the_rows() -> GradientBatch:
-    """Each index value that could be mistaken for a row, among valid ones."""
+    """A batch with invalid indices that a kernel could mistake for rows, among valid ones."""
     batch = GradientSpec(of=_sparse(tokens=1, rows=6, topk=16, d_qk=48), d_lse=True).build()
     return batch.change(indices=PREFILL_CORNERS["indices next to the rows"]().indices)
 
 
-# Every second one also asks for the gradient with respect to lse.
+# Every second batch also has a gradient with respect to lse.
 DENSE_GRADIENTS: dict[str, Callable[[], GradientBatch]] = {
     name: GradientSpec(of=spec, d_lse=index % 2 == 0).build for index, (name, spec) in enumerate(VARLENS.items())
 }

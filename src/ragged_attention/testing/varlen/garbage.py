@@ -1,4 +1,4 @@
-"""Garbage for attention over packed sequences and for gradients: any int32 in prefix sums, lists and lengths."""
+"""Calls over packed sequences, and gradients, with arbitrary int32 values in prefix sums, lists and lengths."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def garbage_varlen(seed: int) -> GradientBatch:
-    """Packed sequences whose prefix sums are any int32, one of them or both."""
+    """Packed sequences with arbitrary int32 values in one or both prefix sums."""
     rng = np.random.default_rng(seed)
     lens = tuple((int(rng.integers(0, 12)), int(rng.integers(0, 30))) for _ in range(rng.integers(1, 4)))
     spec = VarlenSpec(
@@ -53,7 +53,7 @@ def garbage_varlen(seed: int) -> GradientBatch:
 
 
 def garbage_sparse(seed: int) -> GradientBatch:
-    """A gradient of lists and lengths that are any int32."""
+    """A gradient of sparse prefill with arbitrary int32 values in its lists and lengths."""
     rng = np.random.default_rng(seed)
     spec = PrefillSpec(
         heads=int(rng.choice([1, 3, 17])),
@@ -75,7 +75,7 @@ def garbage_sparse(seed: int) -> GradientBatch:
 
 
 def ascends(batch: VarlenBatch) -> bool:
-    """Whether both prefix sums do; if not, whose rows are whose is undefined."""
+    """Whether both prefix sums ascend. If not, it is undefined which rows belong to which sequence."""
     return all(bool((np.diff(edges.astype(np.int64)) >= 0).all()) for edges in (batch.cu_q_lens, batch.cu_kv_lens))
 
 
@@ -102,7 +102,7 @@ def _varlen_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> N
 def _sparse_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = garbage_sparse(seed)
     out, lse = batch.results()
-    if seed % 3 == 0:  # an lse that is another call's may give any numbers, but nothing is touched outside
+    if seed % 3 == 0:  # with a wrong lse, results may be anything, but accesses must stay inside the arrays
         runner.backward(batch.backward(out, np.full_like(lse, -100)), options=options)
     else:
         _expect_finite(runner.backward(batch.backward(out, lse), options=options))

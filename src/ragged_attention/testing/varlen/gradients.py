@@ -1,7 +1,7 @@
-"""Batches of gradients: a call, and the gradient of a scalar with respect to what it returns.
+"""Batches of gradients: a call, and the gradient of a scalar with respect to its results.
 
-The gradients with respect to `out` and `lse` are normal numbers made smaller: as the sums over many rows of weights
-rounded to 16 bits would else be beyond the bounds where they come out near 0.
+The gradients with respect to `out` and `lse` are standard normal numbers times a small factor. Larger ones would exceed
+the tolerances where sums over many rows, with weights rounded to 16 bits, cancel to almost 0.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ Forward = VarlenBatch | PrefillBatch
 DEFINITIONS = {
     "varlen_attention": varlen_attention_backward,
     "sparse_mla_prefill": sparse_mla_prefill_backward,
-}  # of the gradients, by the operation that is differentiated
+}  # the reference gradients, by the differentiated operation
 DIFFERENTIABLE = ("q", "k", "v", "kv", "sinks", "relative_bias")
-NOT_OF_THE_GRADIENT = ("cache_format", "cache_layout", "out_dtype")  # arguments that only the forward's record has
+NOT_OF_THE_GRADIENT = ("cache_format", "cache_layout", "out_dtype")  # arguments of the forward operation only
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradients:
-    """Out and lse of a call, and the gradients with respect to its arguments, by their names."""
+    """Out and lse of a call, and its gradients, by the names of the arguments."""
 
     out: NDArray[Any]
     lse: NDArray[Any]
@@ -61,7 +61,7 @@ class BackwardBatch(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class GradientBatch:
-    """A call, and the gradients with respect to its out and lse."""
+    """A forward call, and the gradients with respect to its out and lse."""
 
     forward: Forward
     d_out: NDArray[np.float32]
@@ -73,17 +73,17 @@ class GradientBatch:
 
     @property
     def differentiated(self) -> list[str]:
-        """The arguments that there are gradients of."""
+        """The names of the arguments that have gradients."""
         given = self.forward.arguments()
         return [name for name in DIFFERENTIABLE if given.get(name) is not None]
 
     def change(self, **fields: Any) -> Self:
-        """Other fields of this batch, or of its call."""
+        """The batch with other values for its own fields or those of its forward call."""
         own = {name: fields.pop(name) for name in ("d_out", "d_lse") if name in fields}
         return dataclasses.replace(self, **own, forward=self.forward.change(**fields))
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """NaN or infinities in all that takes no part, in the gradients of rows that see no key too."""
+        """The batch with NaN or infinities in all that takes no part, including d_out and d_lse of idle heads."""
         rng, fully_masked = np.random.default_rng(seed), self.forward.fully_masked_heads()
         poison = formats.poison(kind, "float32", self.d_out.shape, rng)
         d_lse = None if self.d_lse is None else np.where(fully_masked, poison[..., 0], self.d_lse)
@@ -91,18 +91,18 @@ class GradientBatch:
         return dataclasses.replace(self, forward=self.forward.poisoned(kind, seed), d_out=d_out, d_lse=d_lse)
 
     def results(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Out and lse by the definition, rounded as the operation returns them."""
+        """The reference's out and lse, rounded as the operation returns them."""
         results = self.forward.expected()
         return formats.rounded(results[0], self.forward.dtype), np.asarray(results[-1], np.float32)
 
     def backward(self, out: NDArray[Any], lse: NDArray[Any]) -> BackwardBatch:
-        """The call of the gradient by itself."""
+        """The call of the backward operation, given the forward results."""
         forward, strided = self.forward, self.forward.strided
         return BackwardBatch(forward=forward, d_out=self.d_out, out=out, lse=lse, d_lse=self.d_lse, strided=strided)
 
 
 def expected(batch: BackwardBatch) -> dict[str, NDArray[np.float64]]:
-    """The gradients by the definition, by the names of the arguments."""
+    """The reference's gradients, by the names of the arguments."""
     forward = batch.forward
     found = DEFINITIONS[forward.OPERATION](**batch.arguments())
     gradients = [array for array in found if array is not None]
@@ -112,12 +112,12 @@ def expected(batch: BackwardBatch) -> dict[str, NDArray[np.float64]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientSpec:
-    """The structure of a gradient: that of the call, and what is asked of it."""
+    """The parameters of a gradient: those of its forward call, and whether lse has a gradient."""
 
     SIZES: ClassVar[dict[str, float]] = {"float32": 0.3, "float16": 0.03, "bfloat16": 0.03}
 
     of: VarlenSpec | PrefillSpec
-    d_lse: bool = False  # also with respect to lse
+    d_lse: bool = False  # whether there is a gradient with respect to lse
 
     def build(self) -> GradientBatch:
         clean = dataclasses.replace(self.of, poison=None).build()

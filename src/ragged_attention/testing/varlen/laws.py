@@ -1,8 +1,8 @@
-"""What holds for attention over packed sequences and for gradients without asking the definition.
+"""Properties of attention over packed sequences and of gradients that need no reference result.
 
-`VARLEN_LAWS` are those of `varlen_attention` and its gradient, `SPARSE_GRADIENT_LAWS` those of the gradient of
-`sparse_mla_prefill`. A law takes a runner and the spec of a clean batch (nothing poisoned: a law brings that in itself)
-and raises AssertionError if the backend breaks it.
+`VARLEN_LAWS` are laws of `varlen_attention` and its gradient, `SPARSE_GRADIENT_LAWS` are laws of the gradient of
+`sparse_mla_prefill`. A law takes a runner and the spec of a clean batch, without poison, which laws add themselves. It
+raises AssertionError if the backend breaks it.
 """
 
 import dataclasses
@@ -34,12 +34,12 @@ OF_QUERIES = ("q", "indices", "topk_lens", "d_out", "d_lse")
 
 
 def built(spec: GradientSpec) -> Any:
-    """The batch in float32, for laws that tell what is added up differently."""
+    """The batch in float32, for laws that compare sums in different orders."""
     return dataclasses.replace(spec, of=dataclasses.replace(spec.of, dtype="float32")).build()
 
 
 def same(runner: Runner, got: Gradients, want: Gradients, batch: GradientBatch, what: str = "") -> None:
-    """The results and the gradients of a batch are those wanted, which come from the backend too."""
+    """Check that results and gradients agree with those expected, which also come from the backend."""
     rounding = allowance(runner, batch.forward, batch.forward)
     results_agree(got, want.out, want.lse, batch, what, rounding=rounding)
     gradients_agree(got.of, want.of, batch.forward.dtype, what)
@@ -50,7 +50,7 @@ def _same_batches(runner: Runner, batch: GradientBatch, other: GradientBatch, wh
 
 
 def _share(lse: NDArray[Any], sinks: NDArray[Any] | None) -> NDArray[Any]:
-    """What the sinks leave to the keys of each row and head; 0 where there is none."""
+    """The share of weight that sinks leave to the keys of each row and head; 0 without keys."""
     lse = lse.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         share = 1 / (1 + np.exp((-np.inf if sinks is None else sinks.astype(np.float64)) - lse))
@@ -61,7 +61,7 @@ def _share(lse: NDArray[Any], sinks: NDArray[Any] | None) -> NDArray[Any]:
 
 
 def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
-    """What no query sees, and a query that sees nothing: NaN there changes nothing, and gradients there are 0."""
+    """NaN in unseen keys and in queries that see no key changes nothing, and the gradients there are 0."""
     batch = spec.build()
     want = runner.gradients(batch)
     for kind in ("nan", "inf"):
@@ -75,7 +75,7 @@ def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
 
 
 def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
-    """A sink of -inf changes nothing; one of +inf leaves the gradients with respect to lse alone."""
+    """A sink of -inf changes nothing; with +inf, gradients come only from lse."""
     batch = built(spec).change(sinks=None)
     plain = runner.gradients(batch)
     of_lse = runner.gradients(batch.change(d_out=np.zeros_like(batch.d_out)))
@@ -86,7 +86,7 @@ def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
 
 
 def sinks_lose_what_they_take(runner: Runner, spec: GradientSpec) -> None:
-    """A sink's gradient is minus the part it takes of every `out . d_out`, summed."""
+    """A sink's gradient is minus the sum of its share of weight times `out . d_out`."""
     normal = np.random.default_rng(spec.of.seed).standard_normal(spec.of.heads).astype(np.float32)
     batch = built(spec).change(sinks=normal)
     got = runner.gradients(batch)
@@ -96,14 +96,14 @@ def sinks_lose_what_they_take(runner: Runner, spec: GradientSpec) -> None:
 
 
 def _asked(batch: GradientBatch, out: NDArray[Any], lse: NDArray[Any]) -> NDArray[Any]:
-    """The terms of the scalar that the gradients are those of."""
+    """The terms of the scalar that is differentiated."""
     lse = np.where(np.isfinite(lse), lse, 0.0).astype(np.float64)
     of_lse = np.zeros(0) if batch.d_lse is None else lse * batch.d_lse
     return np.concatenate([(out.astype(np.float64) * batch.d_out).ravel(), of_lse.ravel()])
 
 
 def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
-    """The gradient along a direction is how the backend's own results change along it."""
+    """The gradients predict the change of the backend's own results along a direction."""
     batch = built(spec)
     got, forward = runner.gradients(batch), batch.forward
     if not forward.q.size:
@@ -114,13 +114,14 @@ def gradients_are_slopes(runner: Runner, spec: GradientSpec) -> None:
         size = max(float(np.sqrt((gradient.astype(np.float64) ** 2).mean())) if gradient.size else 0.0, 1e-30)
         along = gradient / size * rng.uniform(0.5, 1.5, gradient.shape)
         step[name] = np.clip(along, -4, 4) + rng.standard_normal(gradient.shape)
-    bias = {name: step.pop(name) for name in ("relative_bias",) if name in step}  # its slope would outweigh the others
+    # The bias is tested separately, because its slope would outweigh the others.
+    bias = {name: step.pop(name) for name in ("relative_bias",) if name in step}
     for ways in (step, bias) if bias else (step,):
         _expect_slope(runner, batch, got, ways)
 
 
 def _expect_slope(runner: Runner, batch: GradientBatch, got: Gradients, step: dict[str, NDArray[np.float64]]) -> None:
-    """Along the steps, the results change as the gradients say."""
+    """Raise AssertionError unless the results change along `step` as the gradients predict."""
     forward = batch.forward
 
     def height(far: float) -> float:
@@ -134,7 +135,7 @@ def _expect_slope(runner: Runner, batch: GradientBatch, got: Gradients, step: di
         return _asked(batch, results[0], results[-1]).sum()
 
     width = forward.q.shape[2]
-    # The whole step along the gradient moves a logit by a few hundredths.
+    # A step of this size moves a logit by a few hundredths.
     far = 0.01 / (1 + width * abs(width**-0.5 if forward.sm_scale is None else forward.sm_scale))
     near, wide = ((height(times * far) - height(-times * far)) / (2 * times * far) for times in (1, 2))
     slope = (4 * near - wide) / 3
@@ -149,7 +150,7 @@ def _expect_slope(runner: Runner, batch: GradientBatch, got: Gradients, step: di
 
 
 def _part(batch: GradientBatch, order: Any) -> tuple[GradientBatch, NDArray[Any], NDArray[Any]]:
-    """Some sequences of a batch in an order, and the query rows and keys that they are in it."""
+    """The batch of the sequences in `order`, with the indices of their query rows and of their keys."""
     forward: Any = batch.forward
     parts = forward.parts()
     queries = [np.arange(len(forward.q))[parts[seq][0]] for seq in order]
@@ -161,14 +162,14 @@ def _part(batch: GradientBatch, order: Any) -> tuple[GradientBatch, NDArray[Any]
 
 
 def _at(whole: Gradients, rows: NDArray[Any], keys: NDArray[Any]) -> Gradients:
-    """The gradients of some queries and keys, without those that belong to all queries."""
+    """The results and gradients at some query rows and keys, without gradients that all queries share."""
     slices = {"q": rows, "k": keys, "v": keys, "relative_bias": rows}
     of = {name: array[slices[name]] for name, array in whole.of.items() if not _belongs_to_all(name, array)}
     return Gradients(whole.out[rows], whole.lse[rows], of)
 
 
 def _belongs_to_all(name: str, gradient: NDArray[Any]) -> bool:
-    """Whether all queries contribute to each entry of a gradient: that of sinks, and of a table that they share."""
+    """Whether all queries contribute to each entry of a gradient, as for sinks and for a shared bias table."""
     return name == "sinks" or (name == "relative_bias" and gradient.ndim == 2)
 
 
@@ -191,7 +192,7 @@ def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
 
 
 def sequences_do_not_mix(runner: Runner, spec: GradientSpec) -> None:
-    """One call over a batch equals one call a sequence; gradients that belong to all queries are summed."""
+    """A batch has the same results as separate calls for its sequences, with shared gradients summed."""
     batch = spec.build()
     whole = runner.gradients(batch)
     sums = {name: np.zeros(array.shape) for name, array in _of_all(whole).items()}
@@ -204,7 +205,7 @@ def sequences_do_not_mix(runner: Runner, spec: GradientSpec) -> None:
 
 
 def hints_change_nothing(runner: Runner, spec: GradientSpec) -> None:
-    """Nor does a window as long as any sequence, nor asking for the same bits again."""
+    """Maximum lengths, a huge window and `deterministic` change no result."""
     batch: Any = spec.build()
     batch = dataclasses.replace(
         batch, forward=batch.forward.masked(max_q_len=None, max_kv_len=None, sliding_window=None)
@@ -223,7 +224,7 @@ def ranges_of_a_mask_are_that_mask(runner: Runner, spec: GradientSpec) -> None:
 
 
 def ranges_are_a_union(runner: Runner, spec: GradientSpec) -> None:
-    """Ranges may stand in any order, be cut in two, and overlap."""
+    """Key ranges may come in any order, be cut in two, and overlap."""
     batch: Any = built(spec)
     batch, rng = (
         dataclasses.replace(batch, forward=batch.forward.masked(causal=False, sliding_window=None)),
@@ -249,7 +250,7 @@ def all_blocks_named_are_all_keys(runner: Runner, spec: GradientSpec) -> None:
 
 
 def lists_are_sets_of_keys(runner: Runner, spec: GradientSpec) -> None:
-    """Their order is free, a block that is named twice counts once, and halves of its blocks are a block."""
+    """Order and duplicates in a list do not matter, and two half blocks equal a block."""
     batch: Any = built(spec)
     batch, rng = dataclasses.replace(batch, forward=batch.forward.masked()), np.random.default_rng(spec.of.seed)
     size = BLOCK_SIZES[1 + spec.of.seed % (len(BLOCK_SIZES) - 1)]
@@ -263,8 +264,8 @@ def lists_are_sets_of_keys(runner: Runner, spec: GradientSpec) -> None:
 
 
 def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
-    """Packed keys give what the same keys in pages give."""
-    widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # which pages can have
+    """Packed keys give the same results as the same keys in pages."""
+    widths = {name: max(16, -(-getattr(spec, name) // 8) * 8) for name in ("d", "d_v")}  # head sizes that pages support
     batch = dataclasses.replace(spec, **widths, dtype="float32", limits=None).build()
     size = 4
     lens = np.diff(batch.cu_kv_lens)
@@ -291,7 +292,7 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
 
 
 def slopes_have_limits(runner: Runner, spec: GradientSpec) -> None:
-    """Slopes of 0 change nothing; steep ones leave a causal query its own key, as a window of 1 does."""
+    """Slopes of 0 change nothing; very steep slopes leave a causal query only its own key, like a window of 1."""
     batch = built(spec)
     batch = dataclasses.replace(batch, forward=batch.forward.masked(alibi_slopes=None, causal=True))
     none = np.zeros(spec.of.heads, np.float32)
@@ -300,7 +301,7 @@ def slopes_have_limits(runner: Runner, spec: GradientSpec) -> None:
 
 
 def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
-    """Heads that share a KV head get what they get from copies of it, whose gradients are summed."""
+    """Heads that share a KV head have the same results as with copies of it, whose gradients are summed."""
     batch: Any = built(spec)
     copies = {name: np.repeat(getattr(batch.forward, name), spec.of.group, axis=1) for name in ("k", "v")}  # type: ignore[union-attr]
     if (lists := batch.forward.selected) is not None and lists.shape[1] > 1:
@@ -312,11 +313,12 @@ def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
 
 
 def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
-    """Summed over the keys of a sequence, those of values are what its rows ask for of what their sinks leave.
+    """The gradients' sums over a sequence satisfy four identities.
 
-    Moving all of a row's logits, by its bias, is what out sees through the sinks alone. Moving all keys by a vector
-    moves a row's logits by as much as its query says; and scaling queries up and keys down changes nothing. The last
-    two hold without a soft cap.
+    The dv of all keys sum to d_out times the share of weight that sinks leave, summed over the rows. A row's bias
+    gradients sum to the effect of shifting all its logits, which changes lse, and changes out only through the sinks.
+    The dk of all keys sum to the effect of moving all keys by a vector, which shifts each row's logits. The sums of
+    q . dq and of k . dk are equal. The last two identities hold only without a soft cap.
     """
     batch = built(spec)
     got, forward, capped = runner.gradients(batch), batch.forward, spec.of.soft_cap is not None  # type: ignore[union-attr]
@@ -351,20 +353,20 @@ def order_is_free(runner: Runner, spec: GradientSpec) -> None:
 
 
 def _cut(batch: GradientBatch) -> Any:
-    """The batch without lengths, -1 in its lists wherever nothing is selected."""
+    """The batch without list lengths, and with -1 in place of list entries that select nothing."""
     forward: Any = batch.forward
     indices = np.where(forward.selection.selects, forward.indices, np.int32(-1))
     return batch.change(indices=indices, topk_lens=None)
 
 
 def lengths_cut_lists(runner: Runner, spec: GradientSpec) -> None:
-    """A length equals the list cut there, and asking for a fixed order of sums changes no value."""
+    """A length has the effect of cutting the list there, and `deterministic` changes no value."""
     batch: Any = spec.build()
     _same_batches(runner, batch, _cut(batch).change(deterministic=not batch.forward.deterministic))
 
 
 def tokens_add_up(runner: Runner, spec: GradientSpec) -> None:
-    """The tokens in two calls: each row gets the sum of what it gets from either, and so does a sink."""
+    """With the tokens divided among two calls, the gradients of rows and sinks add up."""
     batch = built(spec)
     whole, middle = runner.gradients(batch), len(batch.d_out) // 2
     halves = []
@@ -382,7 +384,7 @@ def tokens_add_up(runner: Runner, spec: GradientSpec) -> None:
 
 
 def a_double_is_two_rows(runner: Runner, spec: GradientSpec) -> None:
-    """A row that is listed twice gets what two rows of the same values get together."""
+    """A row that is listed twice has the sum of the gradients of two rows with the same values."""
     batch = _cut(built(spec))
     forward = batch.forward
     beyond = np.where(forward.indices >= 0, forward.indices + forward.selection.num_slots, np.int32(-1))
@@ -396,7 +398,7 @@ def a_double_is_two_rows(runner: Runner, spec: GradientSpec) -> None:
 
 
 def pages_are_rows(runner: Runner, spec: GradientSpec) -> None:
-    """The gradient of a cache in pages is, slot by slot, that of packed rows."""
+    """The gradient of a paged cache is, slot by slot, the gradient of packed rows."""
     batch: Any = built(spec)
     rows = batch.forward.kv.reshape(-1, *batch.forward.kv.shape[-2:])
     if batch.forward.kv.ndim == 3:
@@ -406,9 +408,9 @@ def pages_are_rows(runner: Runner, spec: GradientSpec) -> None:
 
 
 def all_rows_listed_is_dense(runner: Runner, spec: GradientSpec) -> None:
-    """Lists of all rows, or of as many as a causal query sees, give what dense attention over the rows gives.
+    """Lists of all rows, or of those that a causal query sees, give the results of dense attention over the rows.
 
-    A row's gradient is then that of it as key, to which that of it as value is added.
+    A row's gradient is then the sum of its gradients as key and as value.
     """
     batch: Any = built(spec)
     forward: PrefillBatch = batch.forward

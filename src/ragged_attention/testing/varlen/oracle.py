@@ -1,4 +1,4 @@
-"""What attention over packed sequences and the gradients must give, by the definition."""
+"""Checks that compare attention over packed sequences, and gradients, with the reference."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,14 +11,14 @@ from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.gradients import BackwardBatch, GradientBatch, Gradients, expected
 from ragged_attention.testing.varlen.specs import VarlenBatch
 
-RUNS = 5  # that give the same bits
-DETERMINISTIC = ("triton", "eager", "reference")  # whose dense gradients have the same bits without being asked for
+RUNS = 5  # number of runs that must give the same bits
+DETERMINISTIC = ("triton", "eager", "reference")  # backends whose dense gradients are always deterministic
 
 
 def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "", *, rounding: Allowance = 0.0) -> None:
-    """Out and lse of one call are those of another, or the definition's.
+    """Raise AssertionError unless out and lse of a call agree with those expected.
 
-    Where 32 bits are given nothing is rounded but products and sums: the bounds are those of other attention in them.
+    In float32, only products and sums are rounded, so the bounds are those of other attention in float32.
     """
     kinds = ("float32", "lse float32") if dtype == "float32" else ("varlen out", "varlen lse")
     for name, mine, theirs, kind in zip(("out", "lse"), got, want, kinds, strict=True):
@@ -26,9 +26,9 @@ def varlen_agrees(got: Any, want: Any, dtype: str, what: str = "", *, rounding: 
 
 
 def gradients_agree(got: Mapping[str, Any], want: Mapping[str, Any], dtype: str, what: str = "") -> None:
-    """Gradients by the arguments' names are those of another call, or the definition's.
+    """Raise AssertionError unless gradients, by the names of their arguments, agree with those expected.
 
-    A gradient is a sum over few rows and keys of what is less than one in size, as `out` is: the same bounds will do.
+    The bounds of `out` also suit gradients, which are sums over few rows and keys of terms that are smaller than 1.
     """
     if got.keys() != want.keys():
         raise AssertionError(f"expected gradients of {', '.join(want)}, got {', '.join(got)}")
@@ -50,7 +50,7 @@ def check_varlen_without_lse(runner: Runner, batch: VarlenBatch) -> None:
 def results_agree(
     got: Gradients, out: Any, lse: Any, batch: GradientBatch, what: str = "", *, rounding: Allowance = 0.0
 ) -> None:
-    """The out and lse of a call that was differentiated."""
+    """Raise AssertionError unless out and lse of a differentiated call agree with those expected."""
     if isinstance(batch.forward, VarlenBatch):
         varlen_agrees((got.out, got.lse), (out, lse), batch.forward.dtype, what, rounding=rounding)
         return
@@ -59,10 +59,10 @@ def results_agree(
 
 
 def check_gradients(runner: Runner, batch: GradientBatch, options: Mapping[str, Any] | None = None) -> None:
-    """By automatic differentiation, or, with options for it, by the operation that is the gradient.
+    """Gradients agree with the reference, by automatic differentiation or, with `options`, by the backward operation.
 
-    A gradient is defined at the out and lse that the operation returned, whose rounding to 16 bits it amplifies where
-    one key has nearly all the weight. They themselves are held to the definition first.
+    The expected gradients use the out and lse that the operation returned, because gradients amplify the rounding of
+    out to 16 bits if one key has nearly all the weight. Out and lse are compared with the reference first.
     """
     if options:
         call = batch.backward(*batch.results())
@@ -75,7 +75,7 @@ def check_gradients(runner: Runner, batch: GradientBatch, options: Mapping[str, 
 
 
 def check_same_bits(runner: Runner, batch: GradientBatch) -> None:
-    """Gradients have the same bits in every run: the dense ones of our kernels always, others where that is asked."""
+    """Gradients have the same bits in every run, if `deterministic` or if the backend's dense gradients always do."""
     always = batch.operation == "varlen_attention" and runner.backend in DETERMINISTIC
     call: BackwardBatch = batch.change(deterministic=not always).backward(*batch.results())
     first = runner.backward(call)
@@ -85,7 +85,7 @@ def check_same_bits(runner: Runner, batch: GradientBatch) -> None:
 
 
 def rows_without_gradient(batch: GradientBatch) -> dict[str, np.ndarray]:
-    """For each argument, the entries whose gradient is 0 because they take no part."""
+    """For each argument, whether an entry takes no part, so that its gradient is 0."""
     forward = batch.forward
     if isinstance(forward, VarlenBatch):
         unseen = forward.unseen()

@@ -1,8 +1,8 @@
-"""Batches of attention over packed sequences and the structures they are made from: `VarlenSpec`.
+"""Batches of attention over packed sequences, and `VarlenSpec`, from which they are built.
 
-As with `Spec`, structure and one seed are drawn, and NumPy fills the data: keys are normal, queries normal times
-`magnitude`, values a quarter of normal. For larger ones the bounds of 16 bits leave no room for weights rounded to
-them.
+As with `Spec`, Hypothesis draws the fields and one seed, and NumPy fills in the values. Keys are standard normal,
+queries are standard normal times `magnitude`, and values are a quarter of standard normal. With larger values, softmax
+weights that are rounded to 16 bits would exceed the tolerances.
 """
 
 import dataclasses
@@ -58,31 +58,31 @@ class VarlenBatch(Arrays):
         return self.q.shape[2] ** -0.5 if self.sm_scale is None else self.sm_scale
 
     def parts(self) -> list[tuple[slice, slice, NDArray[np.bool_]]]:
-        """The queries and the keys of each sequence, and which of them each query sees, [K or 1, q_len, kv_len]."""
+        """For each sequence, its query rows, its keys, and whether a query sees a key, bool [K or 1, q_len, kv_len]."""
         edges = self.cu_q_lens, self.cu_kv_lens
         masks = self.causal, self.sliding_window, self.key_ranges, self.selected, self.block_size
         return list(sequences(*edges, len(self.q), len(self.k), *masks))
 
     def masked(self, **mask: Any) -> Self:
-        """The batch with another mask than its ranges of keys and its lists of blocks, if it has any."""
+        """The batch without key ranges and lists of blocks, and with the given mask arguments."""
         return self.change(**{"key_ranges": None, "selected": None, "block_size": None, **mask})
 
     def fully_masked_heads(self) -> NDArray[np.bool_]:
-        """The heads of query rows that see no key, padding included, [T_q, H]."""
+        """Whether a query head sees no key, padding included, bool [T_q, H]."""
         fully_masked = np.ones(self.q.shape[:2], bool)
         for rows, _, seen in self.parts():
             fully_masked[rows] = by_q_head(~seen.any(axis=2), self.q.shape[1])
         return fully_masked
 
     def unseen(self) -> NDArray[np.bool_]:
-        """The keys of each KV head that no query sees, padding included, [T_k, K]."""
+        """Whether no query sees a KV head's key, padding included, bool [T_k, K]."""
         unseen = np.ones(self.k.shape[:2], bool)
         for _, keys, seen in self.parts():
             unseen[keys] = ~seen.any(axis=1).T
         return unseen
 
     def unused_columns(self) -> NDArray[np.bool_]:
-        """The entries of `relative_bias` that no query and key that it sees have, in its shape."""
+        """Whether no query uses an entry of `relative_bias` for a key that it sees, in its shape."""
         assert self.relative_bias is not None
         unused: NDArray[Any] = np.ones(self.relative_bias.shape, bool)
         at_own = column_at_own(self.relative_bias, self.causal)
@@ -95,7 +95,7 @@ class VarlenBatch(Arrays):
         return unused
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """NaN or infinities in every key, value and query that takes no part."""
+        """The batch with NaN or infinities in every key, value and query that takes no part."""
         rng = np.random.default_rng(seed)
         spoilt = {
             name: np.where(rows[..., None], formats.poison(kind, "float32", array.shape, rng), array)
@@ -108,7 +108,7 @@ class VarlenBatch(Arrays):
         return self.change(**spoilt)
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Out and lse as the definition has them, in float64 on the inputs as rounded."""
+        """The reference's out and lse, computed in float64 from the rounded inputs."""
         out, lse = varlen_attention(**self.arguments())
         return out, lse
 
@@ -116,11 +116,11 @@ class VarlenBatch(Arrays):
         return varlen_attention(**self.arguments(), return_max_logits=True)[2]
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
-        """The weighted means of the values' magnitudes, in the shape of out."""
+        """The weighted means of the values' magnitudes, in out's shape."""
         return self.change(v=np.abs(self.v)).expected()[0]
 
     def of(self, order: list[int] | NDArray[np.integer[Any]]) -> Self:
-        """The batch of some of the sequences in another order, padding left out."""
+        """The batch of the sequences in `order`, without padding."""
         parts = self.parts()
         rows = [np.arange(len(self.q))[parts[seq][0]] for seq in order]
         keys = [np.arange(len(self.k))[parts[seq][1]] for seq in order]
@@ -141,7 +141,7 @@ class VarlenBatch(Arrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarlenSpec:
-    """The structure of a `varlen_attention` call."""
+    """The parameters of a `varlen_attention` call."""
 
     lens: tuple[tuple[int, int], ...] = ((5, 9), (3, 3))  # (q_len, kv_len) of each sequence
     kv_heads: int = 1
@@ -149,20 +149,20 @@ class VarlenSpec:
     d: int = 16
     d_v: int = 16
     dtype: str = "float32"
-    q_padding: int = 0  # rows behind the last edge
+    q_padding: int = 0  # query rows past the last sequence
     kv_padding: int = 0
-    limits: str | None = None  # how max_q_len and max_kv_len are given: exact, loose
+    limits: str | None = None  # max_q_len and max_kv_len: None, exact or loose
     causal: bool = False
     sliding_window: int | None = None
     soft_cap: float | None = None
     sm_scale: float | None = None
     sinks: str | None = None  # normal, -inf, +inf, mixed
     alibi: str | None = None  # usual, mixed
-    bias: str | None = None  # a relative bias: shared, own
-    ranges: str | None = None  # ranges of keys, see `ranges_of`; they replace the masks above
-    selection: Selection | None = None  # lists of blocks of keys, within the masks above
+    bias: str | None = None  # relative bias: shared by all queries, or own for each
+    ranges: str | None = None  # kind of key ranges, see `ranges_of`; they replace the masks above
+    selection: Selection | None = None  # lists of key blocks, within the masks above
     deterministic: bool = False
-    poison: str | None = None  # nan or inf in all that takes no part
+    poison: str | None = None  # nan or inf in everything that takes no part
     strided: bool = False
     magnitude: float = 1.0
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for attention over packed sequences and for gradients: structure and a seed, small shapes."""
+"""Hypothesis strategies that draw small specs of attention over packed sequences and of gradients."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ LENGTH = st.one_of(st.integers(0, 20), st.sampled_from([0, 1, 16, 31, 33, 65, 70
 
 @st.composite
 def lens(draw: st.DrawFn) -> tuple[int, int]:
-    """Queries and keys of a sequence: as many of both, or any."""
+    """The (q_len, kv_len) of a sequence, either equal or independent."""
     kv_len = draw(LENGTH)
     return draw(st.one_of(st.just(kv_len), LENGTH)), kv_len
 
 
 @st.composite
 def varlen_specs(draw: st.DrawFn, *, clean: bool = False) -> VarlenSpec:
-    """Any valid `varlen_attention` call. `clean` leaves poison out, which a law brings in by itself."""
+    """Any valid `varlen_attention` call; `clean` excludes poison, which laws add themselves."""
     d = draw(st.sampled_from(WIDTHS))
     return VarlenSpec(
         lens=tuple(draw(st.lists(lens(), max_size=4))),
@@ -59,7 +59,7 @@ def varlen_gradient_specs(*, clean: bool = False) -> st.SearchStrategy[GradientS
 
 
 def sparse_gradient_specs(*, clean: bool = False) -> st.SearchStrategy[GradientSpec]:
-    """Any valid gradient of `sparse_mla_prefill`, of rows as large as the dense values."""
+    """Any valid gradient of `sparse_mla_prefill`, with rows of the same size as the values of `VarlenSpec`."""
     calls = st.builds(_differentiable, prefill_specs(clean=clean, formats=("plain",)), st.booleans())
     return st.builds(GradientSpec, of=calls, d_lse=st.booleans())
 

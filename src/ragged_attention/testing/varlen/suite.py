@@ -1,4 +1,4 @@
-"""The checks of attention over packed sequences and of gradients, as `suite` takes them up."""
+"""The checks of attention over packed sequences and of gradients that `suite` includes."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, va
 
 
 def corners() -> Iterator[Check]:
-    """Every named batch, once, as the backend's own heuristics would run it; some on every path."""
+    """Checks that run every named batch with the backend's own options, and some with each set of options."""
     for name, spec in varlen_corners.VARLENS.items():
         yield Check("corner", f"packed, {name}", on_corner(check_varlen, spec.build))
     gradients = (
@@ -42,7 +42,7 @@ def corners() -> Iterator[Check]:
 
 
 def agreement() -> Iterator[Check]:
-    """Drawn batches against the definition, and what must not change a bit."""
+    """Checks that compare drawn batches with the reference, and checks that gradients repeat with the same bits."""
     for name, operation, check, strategy in (
         ("packed", "varlen_attention", check_varlen, varlen_specs()),
         ("packed gradient", "varlen_attention_backward", check_gradients, varlen_gradient_specs()),
@@ -59,7 +59,7 @@ def agreement() -> Iterator[Check]:
 
 
 def laws() -> Iterator[Check]:
-    """What holds of both without an oracle."""
+    """Checks of properties that need no reference result."""
     for name, law in (VARLEN_LAWS | SPARSE_GRADIENT_LAWS).items():
         yield Check("law", name, on_drawn(law.holds, law.specs, 0.5))
     yield from max_logits.laws("varlen_attention")
