@@ -1,14 +1,15 @@
-"""The suite on compiled Triton and CUDA kernels where there is no GPU: each launch's PTX runs in an emulator.
+"""Run the suite on compiled Triton and CUDA kernels without a GPU: an emulator runs the PTX of each launch.
 
-Calls go through a front end whose arrays lie on the CPU, but everything is chosen as on a GPU of the named
-architecture: kernels, tiles, what is declined. A check fails if a result is wrong, and also if the emulator reports
-anything: memory that is not an array's or that nobody wrote, what no barrier or wait orders, instructions by part of a
-warp. See `testing/ptx`.
+Calls go through a front end whose arrays lie on the CPU. Kernels and tiles are chosen, and calls declined, as on a GPU
+of the named architecture. A check fails if a result is wrong, or if the emulator reports anything: an access outside
+the arrays, a read of uninitialised memory, accesses that no barrier or wait orders, or an instruction that must run on
+a whole warp and runs on part of one. See `testing/ptx`.
 
 `ragged-attention conformance --backend triton --device ptx:sm_90` does this, also for a third-party backend of Triton
-kernels. With `--backend cuda` it does the same from torch: nvcc compiles a file of kernels when one of them is first
-called, and their own host code asks for the launches.
-`judged` does it in a process apart, for whoever has Triton interpret, or asks for another Triton.
+kernels. `--backend cuda` does it from torch: nvcc compiles each file of kernels when one of its kernels is first
+called, and the kernels' own host code requests the launches.
+`judged` does it in a separate process, for callers whose own process interprets Triton kernels or that need another
+version of Triton.
 """
 
 import argparse
@@ -39,24 +40,24 @@ from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict
 
 MODULE = "ragged_attention.testing.ptx_runner"
-BACKENDS = {"triton": FRAMEWORKS, "cuda": ("torch",)}  # and the front ends from which each is called
-MULTIPROCESSORS = 4  # few, so that small batches are split as large ones are on a real device
-# In jax's account of an error: the emulator's message, without the traces around it.
+BACKENDS = {"triton": FRAMEWORKS, "cuda": ("torch",)}  # each backend with the front ends that can call it
+MULTIPROCESSORS = 4  # few, so that small batches are split as large ones are on a real GPU
+# Finds the emulator's message in the text of a jax error, without the tracebacks around it.
 ERRORS = [name for name, one in vars(ptx).items() if isinstance(one, type) and issubclass(one, Exception)]
 MESSAGE = re.compile(rf"\b(?:{'|'.join(ERRORS)}): .*?(?=^-{{10}}|\Z)", re.DOTALL | re.MULTILINE)
-SCHEDULES = (None, 1)  # the seeds of the orders in which warps run; None: in turn
+SCHEDULES = (None, 1)  # seeds for the order in which warps run; None: in turn
 TIMEOUT = 600.0
-SLOWER = 100  # so many times fewer batches are drawn than elsewhere, unless a number is asked for: each is compiled
+SLOWER = 100  # by default, divides the number of drawn batches, because kernels are compiled for each batch
 OVERLAP = "write different values to one place of global memory"
 
 
 def arch_of(device: str | None) -> str | None:
-    """The architecture that a device's name asks to emulate, such as sm_90 for ptx:sm_90."""
+    """The architecture in the name of an emulated device, such as sm_90 in ptx:sm_90; None for other devices."""
     return device.removeprefix(PTX) if device and device.startswith(PTX) else None
 
 
 def device_of(arch: str, framework: str = "torch") -> Device:
-    """A GPU of an architecture, to a front end."""
+    """The description of a GPU of this architecture, as a front end needs it."""
     return Device(
         framework=framework,
         platform="cuda",
@@ -66,7 +67,7 @@ def device_of(arch: str, framework: str = "torch") -> Device:
     )
 
 
-Notice = Callable[[str, machine.Outcome], None]  # what is done with a kernel's name and what came of its run
+Notice = Callable[[str, machine.Outcome], None]  # called with each kernel's name and the outcome of its run
 
 
 @functools.cache
@@ -75,7 +76,7 @@ def _torch_launcher() -> Any:
     front = importlib.import_module("ragged_attention.torch._launcher")
 
     class EmulatedLauncher(front.Launcher):
-        """Allocates on the CPU and runs there what Triton or nvcc compiles for a GPU."""
+        """Allocates on the CPU, and emulates there the kernels that Triton or nvcc compiles for a GPU."""
 
         def __init__(self, emulator: Emulator, notice: Notice) -> None:
             super().__init__()
@@ -89,7 +90,7 @@ def _torch_launcher() -> Any:
                 self.emulator.forget(tensor)
             new += [inputs[index] for index in inplace]
             if 0 not in grid:
-                arguments.pop("launch_pdl", None)  # here one kernel ends before the next begins
+                arguments.pop("launch_pdl", None)  # in the emulator, kernels never overlap
                 options = {name: arguments.pop(name, default) for name, default in front.OPTIONS.items()}
                 operands = map(front.to_bits, (*inputs, *new))
                 _run(self.emulator, self.notice, kernel, grid, operands, arguments | options)
@@ -119,7 +120,7 @@ def _jax_launcher() -> Any:
     front = importlib.import_module("ragged_attention.jax._launcher")
 
     class EmulatedLauncher(front.Launcher):
-        """Launches in callbacks, on copies of the arrays."""
+        """Launches kernels in jax callbacks, on copies of the arrays."""
 
         def __init__(self, emulator: Emulator, notice: Notice) -> None:
             super().__init__(device_of(emulator.arch, "jax"))
@@ -137,7 +138,7 @@ def _jax_launcher() -> Any:
                 for array in results:
                     self.emulator.forget(array)
                 results += [held[index] for index in inplace]
-                with interpreting():  # XLA may run callbacks that need nothing of each other side by side
+                with interpreting():  # XLA may run independent callbacks in parallel
                     _run(self.emulator, self.notice, kernel, grid, [*held, *results], arguments | options)
                 return results
 
@@ -147,7 +148,7 @@ def _jax_launcher() -> Any:
 
 
 def expect_no_fault(name: str, outcome: machine.Outcome, *, tolerated: Collection[str] = ()) -> None:
-    """Raise `Hazard` if anything was reported of the kernel of this name but what contains a text that is tolerated."""
+    """Raise `Hazard` if the kernel's run has reports, except reports that contain one of the tolerated texts."""
     reports = outcome.reports.values()
     launcher.expect_none(name, [one for one in reports if not any(text in one.text for text in tolerated)])
 
@@ -159,13 +160,13 @@ def _run(
 
 
 def launcher_of(emulator: Emulator, framework: str = "torch", notice: Notice = expect_no_fault) -> Any:
-    """A launcher of a front end, for arrays on the CPU, whose kernels the emulator runs."""
+    """A launcher for the front end that runs kernels in the emulator, on arrays on the CPU."""
     return {"torch": _torch_launcher, "jax": _jax_launcher}[framework]()(emulator, notice)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledRunner(Runner):
-    """A backend's kernels as they are compiled for a GPU, emulated in this very process."""
+    """A runner whose kernels are compiled for a GPU and emulated in this process."""
 
     notices_steps_outside = True
 
@@ -180,12 +181,12 @@ class CompiledRunner(Runner):
 
     @functools.cached_property
     def emulator(self) -> Emulator:
-        """What has run all launches of this runner."""
+        """The emulator that runs all launches of this runner."""
         return Emulator(self.arch, schedule=self.seed)
 
     @functools.cached_property
     def tolerated(self) -> set[str]:
-        """What a report may contain and is no fault of a kernel's."""
+        """Texts of reports that do not count as faults."""
         return set()
 
     @contextlib.contextmanager
@@ -199,12 +200,12 @@ class CompiledRunner(Runner):
     def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
         try:
             result = super()._call(operation, batch, options, **extra)
-            if self.framework == "jax":  # which goes on by itself, but not outside of `around`
+            if self.framework == "jax":  # jax runs asynchronously, but must not outlive `around`
                 importlib.import_module("jax").block_until_ready(result)
             return result
         except (machine.Fault, machine.Unknown) as error:
             raise Hazard("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])) from error
-        except RuntimeError as error:  # of jax, with all that a callback raised as text
+        except RuntimeError as error:  # jax's error, whose text contains the callback's error
             if (found := MESSAGE.search(str(error))) is None:
                 raise
             raise Hazard(found[0].removeprefix("Hazard: ").strip()) from error
@@ -217,7 +218,7 @@ class CompiledRunner(Runner):
         if self.framework == "torch":
             module = importlib.import_module("ragged_attention.torch._plan")
             replaced |= {"LAUNCHER": launches, "Launcher": lambda out: launches}
-            replaced |= {"RECORDED": set(), "_plans": {}}  # nothing is replayed, and the process's plans are for a CPU
+            replaced |= {"RECORDED": set(), "_plans": {}}  # disable replay and hide plans that were made for a CPU
         else:
             module = importlib.import_module("ragged_attention.jax._lower")
             replaced |= {"Launcher": lambda device: launches, "PLATFORMS": ("cpu",)}
@@ -235,7 +236,7 @@ class CompiledRunner(Runner):
 
 @contextlib.contextmanager
 def _traced_anew(module: Any) -> Iterator[None]:
-    """Within and after which jax uses no function that it traced for another launcher."""
+    """Clear jax's cache of traced functions on entry and exit, because each is traced for one launcher."""
     clear = getattr(getattr(module, "_run", None), "clear_cache", lambda: None)
     clear()
     try:
@@ -250,7 +251,7 @@ def missing(arch: str, framework: str = "torch", backend: str = "triton") -> str
         return reason
     for name in (framework, *(("triton",) if backend != "cuda" else ())):
         if importlib.util.find_spec(name) is None:
-            return f"{name} is not installed"
+            return dispatch.missing_package(name)
     if backend == "cuda":
         if arch != _latent.ARCH:
             return f"the CUDA kernels are for {_latent.ARCH}, got {arch}"
@@ -261,13 +262,13 @@ def missing(arch: str, framework: str = "torch", backend: str = "triton") -> str
 
 
 def runners(backend: str, framework: str | None, device: str | None) -> tuple[list[CompiledRunner], dict[str, str]]:
-    """A runner for each schedule if the device's name asks for an emulated one, and why there is none."""
+    """A runner for each schedule if `device` is an emulated one, and the reasons for runners that are missing."""
     if (arch := arch_of(device)) is None:
         return [], {}
     if backend not in BACKENDS and backend not in dispatch.third_party_packages():
         expected = " or ".join(BACKENDS)
         return [], {f"{backend} on {device}": f"expected the backend {expected} for {device}, got {backend}"}
-    frameworks = BACKENDS.get(backend, FRAMEWORKS)  # a backend of others is expected to launch Triton kernels
+    frameworks = BACKENDS.get(backend, FRAMEWORKS)  # a third-party backend is expected to launch Triton kernels
     if framework and framework not in frameworks:
         return [], {f"{framework}-{backend} on {device}": f"{backend} is emulated from {frameworks[0]} only"}
     present, absent = [], {}
@@ -289,7 +290,7 @@ def judged(
     examples: int | None = None,
     triton: str | None = None,
 ) -> Iterator[Verdict]:
-    """Run the checks of these names in a process apart, with the Triton in the folder `triton` if one is given."""
+    """The verdicts of the named checks, run in a separate process, with the Triton in the folder `triton` if given."""
     number = examples or max(1, examples_of() // SLOWER)
     arguments = ["--arch", arch, "--framework", framework, "--examples", str(number)]
     arguments += [] if seed is None else ["--seed", str(seed)]
@@ -299,7 +300,7 @@ def judged(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge the checks named on standard input; what `judged` starts."""
+    """Run the checks that are named on standard input; `judged` starts this."""
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="torch")

@@ -1,4 +1,4 @@
-"""A backend as the suite sees it: called through a front end, NumPy in and NumPy out."""
+"""Runners: they call a backend through a front end, with NumPy arrays in and out."""
 
 import collections
 import contextlib
@@ -26,10 +26,12 @@ from ragged_attention.testing.varlen.gradients import DIFFERENTIABLE, BackwardBa
 from ragged_attention.testing.varlen.specs import VarlenSpec
 from ragged_attention.tools.samples import FakeArray, sample_of
 
-HeadsFirstPages = NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]  # as they are stored, or with their scales
+HeadsFirstPages = (
+    NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
+)  # the stored pages, or a pair of pages and their scales
 FRAMEWORKS = ("torch", "jax")
-# A small call of each attention; of the other operations the calls of `samples` stand for all. A backend that takes one
-# of them can run here.
+# A small call for each attention; the other operations use the calls of `tools.samples`. A backend that takes any of
+# these calls can run here.
 SAMPLES = {
     "ragged_paged_attention": Spec(lens=((1, 1),)),
     "sparse_mla_prefill": PrefillSpec(tokens=1),
@@ -37,34 +39,34 @@ SAMPLES = {
     "varlen_attention": VarlenSpec(lens=((1, 1),)),
 }
 
-# The operations that runners have called, each with its backend, and got an answer for: what a run of tests has shown.
+# (operation, backend) for each call that has returned results, so that it is known what a run has tested.
 ANSWERED: set[tuple[str, str]] = set()
-# Whether calls are asked for only, for runners that call no backend through `dispatch`.
+# Set inside `asking`, for runners that do not call their backend through `dispatch`.
 ASKED: contextvars.ContextVar[bool] = contextvars.ContextVar("asked", default=False)
-# How often a backend declined a batch, by its reason, since a verdict was begun.
+# The number of declined batches for each reason, since the last verdict was begun.
 DECLINED: collections.Counter[str] = collections.Counter()
 
 
 def written_by(operation: str) -> str | None:
-    """The argument that an operation writes and returns, if it does that."""
+    """The argument that an operation writes and returns, or None."""
     return next((name for name, kind in CALLS[operation].KINDS.items() if kind.written), None)
 
 
 class Declined(Exception):
-    """The backend does not take this batch, which is no error; the text is its reason."""
+    """Raised if the backend declines a batch, which is not an error; the text is its reason."""
 
 
 class Absent(Declined):
-    """The backend has not this operation at all."""
+    """Raised if the backend does not offer the operation at all."""
 
 
 class Taken(BaseException):
-    """The backend takes this call, which was not run; no `except Exception` may hide it."""
+    """Raised inside `asking` if the backend takes the call. It is a BaseException, so that no handler hides it."""
 
 
 @contextlib.contextmanager
 def asking() -> Iterator[None]:
-    """Inside this context a call that a backend takes raises `Taken` and is not run."""
+    """Inside this context, a call that a backend takes raises `Taken` and does not run."""
 
     def run(*_: Any) -> Any:
         raise Taken
@@ -78,13 +80,13 @@ def asking() -> Iterator[None]:
 
 
 def first_refusal(message: str) -> str:
-    """What the first backend said, in the text of a refusal that lists what each of them says."""
+    """The first backend's line in a refusal that lists the answers of several backends, else the text's first line."""
     first, _, rest = message.partition("\n")
     return (rest.partition("\n")[0] or first).strip()
 
 
 def reason_of(refusal: Exception) -> str:
-    """What the first backend said, without its name."""
+    """The first backend's reason in a refusal, without the backend's name."""
     said = first_refusal(str(refusal))
     return said.partition(": ")[2] or said if "\n" in str(refusal) else said
 
@@ -95,14 +97,14 @@ def as_given(array: NDArray[Any]) -> NDArray[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Runner:
-    """One backend, through one front end, on one device."""
+    """Runs the suite's calls on one backend, through one front end, on one device."""
 
-    notices_steps_outside: ClassVar[bool] = False  # of memory; where not, it takes a process that dies of them
+    notices_steps_outside: ClassVar[bool] = False  # if False, accesses outside arrays must be tested in another process
 
     framework: str
     backend: str
     device: str | None = None
-    place: Callable[[NDArray[Any]], NDArray[Any]] = as_given  # where torch's host arrays lie
+    place: Callable[[NDArray[Any]], NDArray[Any]] = as_given  # allocates the memory of torch tensors on the host
     rounded_weights: bool = False  # whether softmax weights may be rounded to 16 bits
 
     def __str__(self) -> str:
@@ -113,10 +115,10 @@ class Runner:
         return importlib.import_module(f"ragged_attention.testing.{self.framework}_front")
 
     def run(self, operation: str, batch: Arrays, *, options: Mapping[str, Any] | None = None, **keywords: Any) -> Any:
-        """What an operation returns for a batch, in NumPy: an array, or a tuple of them as the operation has it.
+        """The results of an operation on a batch, as a NumPy array or a tuple of them.
 
-        Of an operation that writes one of its arguments that argument, as it then is, after its results. `keywords` are
-        further arguments as the operation takes them: flags, or what an earlier call returned.
+        If the operation writes one of its arguments, the updated argument follows the other results. `keywords` are
+        further arguments that are passed unchanged: flags, or objects that an earlier call returned.
         """
         result = self._call(operation, batch, options, **keywords)
         if (written := written_by(operation)) is None:
@@ -133,19 +135,19 @@ class Runner:
     def update(
         self, batch: Batch, new: WriteBatch, *, options: Mapping[str, Any] | None = None
     ) -> tuple[NDArray[Any], NDArray[Any], Pages]:
-        """Out, lse and the pages of an attention that is given the new K and V, as `new` has them, to write."""
+        """Out, lse and the written pages of an attention call that also writes the K and V of `new`."""
         pair = tuple(self._bring(new, name, getattr(new, name)) for name in ("k", "v"))
         return self.run("ragged_paged_attention", batch, options=options, return_lse=True, new_kv=pair)
 
     def update_latents(self, batch: Arrays, new: LatentWriteBatch) -> tuple[Any, Any, NDArray[Any]]:
-        """Out, lse and the cache of an attention that is given the rows to write, into a cache that lies as theirs."""
+        """Out, lse and the written cache of a latent attention call that also writes the rows of `new`."""
         kv, cache = (self._bring(new, name, getattr(new, name)) for name in ("kv", "cache"))
         extra = {"return_lse": True, "new_kv": kv, "kv_cache": cache}
         out, lse, written = self.run("ragged_mla_attention", batch, **extra)
         return out, lse, written.view(new.cache.dtype)
 
     def gradients(self, batch: GradientBatch) -> Gradients:
-        """What a call returns and its gradients, by the framework's automatic differentiation."""
+        """A call's out and lse, and its gradients from the framework's automatic differentiation."""
         forward, names = batch.forward, batch.differentiated
         self._expect_offered(f"{batch.operation}_backward")
         whole = batch.backward(np.empty(0), np.empty(0))
@@ -154,7 +156,7 @@ class Runner:
         def differentiate(call: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             return self.front.differentiate(call, arguments, names, towards["out"], towards["lse"])
 
-        # Where nothing is asked of lse, the attention that has a choice is called as one that does not return it.
+        # Without a gradient of lse, call `varlen_attention` with return_lse=False, so that this path is tested too.
         asked = batch.d_lse is not None
         extra = {"return_lse": asked} if batch.operation == "varlen_attention" else {}
         results, found = self._call(batch.operation, forward, None, through=differentiate, **extra)
@@ -165,21 +167,21 @@ class Runner:
         return Gradients(out, lse, dict(zip(names, map(self.front.take_back, found), strict=True)))
 
     def backward(self, batch: BackwardBatch, *, options: Mapping[str, Any] | None = None) -> dict[str, NDArray[Any]]:
-        """The gradients by the names of the arguments, by the operation that is the gradient."""
+        """The gradients from the backward operation, by the names of their arguments."""
         found = self._call(f"{batch.forward.OPERATION}_backward", batch, options)
         given = batch.forward.arguments()
         names = [name for name in DIFFERENTIABLE if given.get(name) is not None]
         return dict(zip(names, [self.front.take_back(array) for array in found if array is not None], strict=True))
 
     def schedule(self, batch: ScheduleBatch) -> DecodeSchedule:
-        """A schedule as the front end makes it, which `decode` takes."""
+        """A schedule from the front end's `make_decode_schedule`, which `mla_decode` accepts."""
         where: dict[str, Any] = {"device": self.device} if self.framework == "torch" else {}
         return self._call("make_decode_schedule", batch, None, **where)
 
     def _call(
         self, operation: str, batch: Arrays, options: Any, *, through: Callable[..., Any] | None = None, **extra: Any
     ) -> Any:
-        """What the front end returns; `through` is what calls it, given the call and its arguments."""
+        """The front end's results. `through`, if given, makes the call: it gets the function and its arguments."""
         arguments = {name: self._bring(batch, name, value) for name, value in batch.arguments().items()}
         function = getattr(self.front.operations, operation)
 
@@ -199,14 +201,14 @@ class Runner:
         except Unsupported as refusal:
             raise Declined(str(refusal)) from None
         except TooLarge as refusal:
-            if not options:  # what the backend itself chooses has to fit
+            if not options:  # the backend's own choice of options must fit
                 raise
             raise Declined(str(refusal)) from None
         ANSWERED.add((operation, self.backend))
         return result
 
     def _expect_offered(self, operation: str) -> None:
-        """Raise `Absent` if the backend lacks an operation that another would then stand in for."""
+        """Raise `Absent` if the backend lacks an operation, because another backend would silently replace it."""
         try:
             dispatch.load(operation, self.backend)
         except BackendMissing as missing:
@@ -237,14 +239,14 @@ class Runner:
         return self.front.once(found, batch.alike[name]) if name in batch.alike else found
 
     def tunables(self, operation: str) -> tuple[str, ...]:
-        """The options that the backend takes for an operation, none if it has not that."""
+        """The options that the backend takes for an operation; none if it lacks the operation."""
         try:
             return tuning.options_of(dispatch.load(operation, self.backend).Tile)
         except BackendMissing:
             return ()
 
     def absent(self) -> str | None:
-        """Why nothing can be run here, or None."""
+        """The reason why this runner can run nothing here, or None."""
         if reason := self._without_framework():
             return reason
         with self.around():
@@ -257,13 +259,13 @@ class Runner:
         return offered[0] if offered else reasons[0]
 
     def _without_framework(self) -> str | None:
-        """Why the framework, or the device, cannot be used here, or None."""
+        """The reason why the framework or the device cannot be used here, or None."""
         if importlib.util.find_spec(self.framework) is None:
-            return f"{self.framework} is not installed"
+            return dispatch.missing_package(self.framework)
         return self.front.unusable(self.device) if self.framework == "torch" and self.device else None
 
     def _takes_some(self, operation: str) -> bool:
-        """Whether the backend takes any call of an operation, such as a decode in one dtype with one page size."""
+        """Whether the backend takes any call of an operation, even if with one dtype and one page size only."""
         try:
             features = dispatch.load(operation, self.backend).FEATURES
         except BackendMissing:
@@ -273,7 +275,7 @@ class Runner:
         given: dict[str, Any] = {
             name: None for name, kind in kinds if getattr(kind, "optional", False) and name not in features
         }
-        if "slot_mapping" in features and "page_indices" in given:  # slots say without tables where tokens go
+        if "slot_mapping" in features and "page_indices" in given:  # slots replace the page tables
             given["slot_mapping"] = FakeArray((sample.num_tokens,), "int32")
 
         def ask(other: Any) -> str | None:
@@ -286,24 +288,24 @@ class Runner:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """What checks are run inside: latents are as wide as the backend takes them."""
+        """The context for running checks: latents have widths that the backend takes."""
         with fitting(at_tuned_widths if self._narrow else as_it_is):
             yield
 
     @functools.cached_property
     def _narrow(self) -> bool:
-        """Whether the backend takes latents of the widths of real models only."""
+        """Whether the backend only takes latents with the widths of real models."""
         if self._refuses("mla_decode") is None:
             return False
         with fitting(at_tuned_widths):
             return self._refuses("mla_decode") is None
 
     def overlapping(self) -> contextlib.AbstractContextManager[None]:
-        """Inside of which sequences may share rows, so that nothing says whose result these get."""
+        """A context in which sequences may share rows, so that it is undefined whose result these rows get."""
         return contextlib.nullcontext()
 
     def apart(self) -> Sequence[str]:
-        """The arguments that name this runner to a process of its own."""
+        """Command-line arguments from which a separate process recreates this runner."""
         device = ["--device", self.device] if self.device else []
         return ["--backend", self.backend, "--framework", self.framework, *device]
 
@@ -322,14 +324,14 @@ class Runner:
 
 
 def runner_for(backend: str, framework: str, device: str | None = None) -> Runner:
-    """`backend` called through the front end of `framework`, on a torch device such as "cuda" (default: the CPU)."""
+    """A runner of `backend` through `framework`, on a torch device such as "cuda" (default: the CPU)."""
     if framework not in FRAMEWORKS:
         raise ValueError(f"expected framework to be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
     return Runner(framework=framework, backend=backend, device=device)
 
 
 def runners(backend: str | None, framework: str | None, device: str | None) -> tuple[list[Runner], dict[str, str]]:
-    """Every runner that the names allow, and why the others cannot run here."""
+    """The matching runners that can run here, and why each other one cannot. None matches any name."""
     present: list[Runner] = []
     absent: dict[str, str] = {}
     for name in (backend,) if backend else dispatch.backends():

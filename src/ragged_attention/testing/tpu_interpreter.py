@@ -1,9 +1,9 @@
-"""The suite on Pallas TPU kernels where there is no TPU: by jax's interpreter of them, in processes of their own.
+"""Run the suite on Pallas TPU kernels without a TPU, in jax's interpreter and in a separate process.
 
-The interpreter simulates a TPU core's memories, copies and semaphores. Fresh memory is NaN, a read outside an array
-raises, and each batch is judged in two modes that show different faults: `on_wait`, in which a copy arrives only when
-it is waited for and races are looked for, and `eager`, in which it arrives at once and a copy nobody waits for leaves
-its semaphore non-zero. A wait that nothing satisfies hangs, deaf to signals: hence processes that can be ended.
+The interpreter simulates a TPU core's memories, copies and semaphores. New memory is NaN, and a read outside an array
+raises. Each batch runs in two modes, which find different faults: in `on_wait`, a copy arrives only when it is waited
+for, and races are detected; in `eager`, it arrives at once, and a copy that is never waited for leaves its semaphore
+non-zero. A wait that nothing can satisfy hangs and ignores signals, so the process must be killed from outside.
 
     for verdict in judged("pallas", [str(check) for check in checks()], mode="on_wait"): ...
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+from ragged_attention import dispatch
 from ragged_attention.testing import apart, environment
 from ragged_attention.testing.drawing import PATHS, Check, examples_of
 from ragged_attention.testing.runner import Absent, Declined, Runner
@@ -34,21 +35,21 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "on_wait": {"dma_execution_mode": "on_wait", "detect_races": True},
     "eager": {"dma_execution_mode": "eager"},
 }
-# What the interpreter prints where it does not raise.
+# Texts that the interpreter prints for faults that do not raise.
 PRINTED_FAULTS = ("RACE DETECTED", "non-zero count")
 TIMEOUT = 300.0
-SLOWER = 5  # so many times fewer batches are drawn than elsewhere, unless a number is asked for
+SLOWER = 5  # by default, divides the number of drawn batches
 
 
 def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any) -> Any:
-    """The interpreter's own bounds check lets negative indices wrap around, which no TPU does."""
+    """Clip like the interpreter, but raise for negative indices, which it wraps around and a TPU does not."""
     if any((index.start if isinstance(index, slice) else index) < 0 for index in ranges):
         raise IndexError(f"Out-of-bounds access: {ranges} of a buffer of shape {shape}")
     return clip(ranges, shape)
 
 
 def _compiling_once() -> Callable[..., None]:
-    """What runs a kernel's program on one of several cores; the interpreter's own compiles it anew on each."""
+    """A function that runs a kernel's program on one core and compiles it once, not once per core."""
     jax = importlib.import_module("jax")
     programs: dict[int, tuple[Any, Any]] = {}
     one_at_a_time = threading.Lock()
@@ -65,14 +66,14 @@ def _compiling_once() -> Callable[..., None]:
 
 @contextlib.contextmanager
 def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
-    """Pallas TPU kernels that are called in here run in the interpreter, negative indices refused."""
+    """Inside this context, Pallas TPU kernels run in the interpreter, and negative indices raise."""
     jax = importlib.import_module("jax")
     tpu = importlib.import_module("jax.experimental.pallas.tpu")
     utils = importlib.import_module("jax._src.pallas.mosaic.interpret.utils")
     threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
     clip = functools.partial(_no_step_back, clip=utils.clip_range_to_shape)
     parameters = tpu.InterpretParams(num_cores_or_threads=cores, **MODES[mode])
-    # What is judged is a kernel, not the program that interprets it, which is compiled anew for each.
+    # Compile the interpreting program quickly: each one runs only a few times.
     unoptimised = "jax_disable_most_optimizations"
     before = jax.config.read(unoptimised)
     jax.config.update(unoptimised, True)
@@ -89,16 +90,16 @@ def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
 
 @contextlib.contextmanager
 def watched(mode: str, cores: int = 1) -> Iterator[None]:
-    """As `interpreting`; at the end raises AssertionError for a race, a leaked semaphore or whatever was raised."""
+    """Like `interpreting`, but raises AssertionError at the end for a race, a leaked semaphore or an error."""
     jax = importlib.import_module("jax")
     said = io.StringIO()
     with contextlib.redirect_stdout(said), interpreting(mode, cores):
         try:
             yield
-            # Kernels run on after a call has returned, and what they run on is about to be taken away.
+            # Kernels still run after a call has returned, and must finish before the interpreter's state is reset.
             jax.effects_barrier()
         except jax.errors.JaxRuntimeError as error:
-            # What was raised once is not raised again by whoever waits next.
+            # Keep the next wait from raising the same error again.
             importlib.import_module("jax._src.dispatch").runtime_tokens.clear()
             raise AssertionError(f"expected the kernel to run, got {_cause(error)}") from None
         finally:
@@ -109,14 +110,14 @@ def watched(mode: str, cores: int = 1) -> Iterator[None]:
 
 
 def _cause(error: Exception) -> str:
-    """The last line of what a callback raised, which jax hands on as text."""
+    """The last line of a callback's error, which jax passes on as text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return next((line for line in reversed(lines) if "Error: " in line), lines[-1] if lines else "an error")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InterpretedRunner(Runner):
-    """A Pallas backend in the interpreter, in this very process."""
+    """A runner whose Pallas kernels are interpreted in this process."""
 
     notices_steps_outside = True
 
@@ -134,7 +135,7 @@ class InterpretedRunner(Runner):
 
     def absent(self) -> str | None:
         if importlib.util.find_spec("jax") is None:
-            return "jax is not installed"
+            return dispatch.missing_package("jax")
         with interpreting(self.mode, self.cores):
             return super().absent()
 
@@ -147,7 +148,7 @@ def runners(backend: str, device: str | None) -> list[InterpretedRunner]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Asked(Runner):
-    """No backend: notes which operation a check begins with."""
+    """A runner without a backend, which records the operations that a check calls first."""
 
     asked: list[str] = dataclasses.field(default_factory=list)
 
@@ -178,10 +179,10 @@ def judged(
     timeout: float = TIMEOUT,
     command: Sequence[str] = (sys.executable, "-m", MODULE),
 ) -> Iterator[Verdict]:
-    """Run the checks of these names in a process apart; one that hangs is ended, and the next go on in another.
+    """The verdicts of the named checks, run in a separate process; one that hangs is killed, and a new one continues.
 
-    `timeout` is for each check. `command` starts the process, given this module's arguments. The process stays for the
-    next call that would start the same one.
+    `timeout` applies to each check, in seconds. `command` starts the process, with this module's arguments appended.
+    The process stays alive, so that the next call with the same arguments reuses it.
     """
     arguments = ["--backend", backend, "--mode", mode, "--cores", str(cores)]
     arguments += ["--examples", str(examples or max(1, examples_of() // SLOWER))]
@@ -190,7 +191,7 @@ def judged(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Judge the checks named on standard input; what `judged` starts."""
+    """Run the checks that are named on standard input; `judged` starts this."""
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--backend", default="pallas")
     parser.add_argument("--mode", choices=list(MODES), default="on_wait")
