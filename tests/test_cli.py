@@ -12,9 +12,10 @@ import pytest
 import ragged_attention
 from ragged_attention import config, dispatch
 from ragged_attention.calls import CALLS, Device
-from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
-from ragged_attention.tools import cli
-from ragged_attention.tools.samples import KV_FORMATS
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
+from ragged_attention.tools import arguments as command_arguments
+from ragged_attention.tools import cli, warmup
+from ragged_attention.tools.samples import GPUS, KV_FORMATS
 from tests.apart import printed
 
 ATTENTION = "ragged_paged_attention"
@@ -139,10 +140,18 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
         (["attention"], f"expected operation to be one of {', '.join(CALLS)}, got 'attention'"),
         ([ATTENTION, "--backend", "tritom"], "expected backend to be one of auto, triton, .*, got 'tritom'"),
         ([ATTENTION, "--heads", "30/8"], "expected num_q_heads to be a multiple of num_kv_heads=8, got 30"),
-        ([ATTENTION, "--heads", "many"], "expected heads such as 32/8, got 'many'"),
+        ([ATTENTION, "--heads", "many"], "argument --heads: expected heads such as 32/8, got 'many'"),
+        ([ATTENTION, "--heads", "0"], "expected heads such as 32/8, got '0'"),
         ([ATTENTION, "--heads", "8/0"], "expected heads such as 32/8, got '8/0'"),
         ([ATTENTION, "--head-dim", "20"], "expected q.shape.2. to be a multiple of 8 from 16 to 512, got 20"),
-        ([ATTENTION, "--page-size", "0"], "expected --page-size >= 1, got 0"),
+        ([ATTENTION, "--page-size", "0"], "argument --page-size: expected a whole number >= 1, got '0'"),
+        ([ATTENTION, "--num-tokens", "-3"], "argument --num-tokens: expected a whole number >= 1, got '-3'"),
+        ([ATTENTION, "--max-len", "long"], "argument --max-len: expected a whole number >= 1, got 'long'"),
+        (
+            [ATTENTION, "--cache-dtype", "fp9"],
+            r"--cache-dtype: expected a dtype, one of bfloat16 \(bf16\), .*got 'fp9'",
+        ),
+        (["ragged_paged_atention"], "got 'ragged_paged_atention'; did you mean ragged_paged_attention\\?"),
         ([ATTENTION, "--dtype", "float64"], "expected q.dtype to be float32 or float16 or bfloat16, got float64"),
         (["norm_rope_write", "--kv-format", "mxfp8"], "expected no kv_format of norm_rope_write, which has no scale"),
         ([ATTENTION, "--kv-format", "int2"], "expected kv_format to be one of int8_token_head, .*, mxfp4, got 'int2'"),
@@ -158,7 +167,10 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
             ["mla_decode", "--cache-format", "fp4"],
             "expected cache_format to be one of plain, fp8_v32, fp8_v4, fp8_v41, fp4_v41, got 'fp4'",
         ),
-        ([ATTENTION, "--device", "sm_1"], "expected device to be a torch device of this machine, .*, got 'sm_1'"),
+        (
+            [ATTENTION, "--device", "sm_1"],
+            "expected device to be a torch device of this machine or one .*: a100, .*, got 'sm_1'",
+        ),
         ([ATTENTION, "--framework", "numpy"], "argument --framework: invalid choice: 'numpy'"),
         ([], "the following arguments are required: OPERATION"),
     ],
@@ -175,7 +187,7 @@ def test_a_wrong_device_of_jax_is_refused(run_cli):
     pytest.importorskip("jax")
     code, _, err = run_cli("explain", ATTENTION, "--framework", "jax", "--device", "abacus")
     assert code == 2
-    assert re.search(r"expected device to be \w+ or one of tpu, sm_80, .*, got 'abacus'", err)
+    assert re.search(r"expected device to be \w+, jax's device of this machine, or one .*: a100, .*, got 'abacus'", err)
 
 
 def test_a_faulty_config_file_is_one_line_and_code_2(run_cli, monkeypatch, tmp_path):
@@ -189,9 +201,13 @@ def test_a_faulty_config_file_is_one_line_and_code_2(run_cli, monkeypatch, tmp_p
 
 @pytest.mark.parametrize("arguments", [[], ["dance"], ["doctor", "--quick"]])
 def test_unknown_commands_and_arguments_are_code_2(run_cli, arguments):
-    code, _, err = run_cli(*arguments)
-    assert code == 2
-    assert "usage: ragged-attention" in err
+    code, out, err = run_cli(*arguments)
+    assert (code, out) == (2, "")
+    if arguments:
+        assert len(err.splitlines()) == 1
+        assert f"unrecognized arguments: {arguments[1]}" in err if len(arguments) > 1 else "expected a command" in err
+    else:
+        assert "usage: ragged-attention" in err
 
 
 def test_help_lists_the_commands(run_cli):
@@ -207,12 +223,12 @@ def test_explain_without_a_framework_says_what_to_install(run_cli, monkeypatch):
     absent = {"torch", "jax"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name in absent else find(name, *more))
     for arguments, what, extra in (
-        ([], "neither torch nor jax is", "torch"),
-        (["--framework", "jax"], "jax is not", "jax"),
+        ([], "neither torch nor jax is installed", "torch"),
+        (["--framework", "jax"], "jax is not installed", "jax"),
     ):
         code, out, err = run_cli("explain", ATTENTION, *arguments)
         assert (code, out) == (2, "")
-        assert err == f"ragged-attention: {what} installed: install ragged-attention[{extra}]\n"
+        assert err == f"ragged-attention: {what}: {how_to_install(extra)}\n"
 
 
 def test_the_package_runs_as_a_module():
@@ -340,11 +356,82 @@ def test_no_colour_where_there_is_no_terminal(run_cli):
 def test_kernels_are_compiled_ahead(run_cli):
     pytest.importorskip("numba")
     code, out, err = run_cli("warmup", "merge_attention_states", "page_indices_to_slots")
-    assert (code, err.strip()) == (0, "")
-    assert out == "compiled: merge_attention_states, page_indices_to_slots\n"
+    assert code == 0
+    assert err == "[0/2] merge_attention_states\n[1/2] page_indices_to_slots\n"
+    assert re.fullmatch(r"((already )?compiled: [\w, ]+\n)+", out)
+    code, out, _ = run_cli("warmup", "merge_attention_states", "page_indices_to_slots")
+    assert (code, out) == (0, "already compiled: merge_attention_states, page_indices_to_slots\n")
     code, _, err = run_cli("warmup", "attend")
     assert code == 2
     assert "expected OPERATION to be one of ragged_paged_attention, " in err
     code, _, err = run_cli("warmup", "make_decode_schedule")
     assert code == 2
     assert "does not offer make_decode_schedule" in err
+
+
+def test_each_gpu_may_be_named(run_cli):
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    for name, (arch, full_name) in GPUS.items():
+        code, out, err = run_cli("explain", "merge_attention_states", "--device", name)
+        assert (code, err) == (0, "")
+        assert f"merge_attention_states from torch on {full_name} ({arch})" in " ".join(out.split())
+        assert ["*", "triton", "chosen"] in rows(out)
+
+
+def test_explain_of_a_gpu_needs_triton(run_cli, monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(dispatch, "missing_need", lambda backend: "triton" if backend == "triton" else None)
+    dispatch.load.cache_clear()
+    code, out, err = run_cli("explain", ATTENTION, "--framework", "torch", "--device", "sm_90")
+    assert (code, out) == (2, "")
+    reason = f"triton is not installed: {how_to_install('triton')}"
+    assert err == f"ragged-attention: what runs on sm_90 depends on triton, which cannot answer here: {reason}\n"
+    code, out, _ = run_cli("explain", ATTENTION, "--framework", "torch", "--device", "sm_90", "--backend", "eager")
+    assert code == 0
+    assert ["*", "eager", "chosen"] in rows(out)
+    code, out, _ = run_cli("explain", ATTENTION, "--framework", "torch", "--device", "cpu", "--backend", "triton,eager")
+    assert code == 0
+    assert ["", "triton", reason] in rows(out)
+    dispatch.load.cache_clear()
+
+
+@pytest.mark.parametrize("name", [name for names in command_arguments.DTYPES.values() for name in names])
+def test_a_short_name_is_that_of_one_dtype(name):
+    (full,) = [each for each, names in command_arguments.DTYPES.items() if name in names]
+    assert (
+        command_arguments.dtype(name) == command_arguments.dtype(name.upper()) == command_arguments.dtype(full) == full
+    )
+
+
+def test_help_fits_a_narrow_terminal(run_cli, monkeypatch):
+    pytest.importorskip("hypothesis")
+    monkeypatch.setenv("COLUMNS", "60")
+    for command in ("", "doctor", "explain", "view", "demo", "conformance", "warmup", "build-cuda"):
+        code, out, err = run_cli(*command.split(), "--help")
+        assert (code, err) == (0, "")
+        assert max(map(len, out.splitlines())) <= 60, command
+        assert out.startswith(f"usage: ragged-attention {command}".strip())
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    command = f"{sys.executable} -m ragged_attention explain --help | head -n 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("usage: ragged-attention explain OPERATION [options]\n", "")
+
+
+def test_ctrl_c_ends_a_warmup_even_if_it_is_ignored(monkeypatch, run_cli):
+    """As in a callback from C or a finaliser, in which Python ignores every exception."""
+
+    class Finaliser:
+        def __del__(self):
+            raise KeyboardInterrupt
+
+    def compile_ahead(*, for_jax):
+        del for_jax
+        Finaliser()
+        return True
+
+    kernels = [types.SimpleNamespace(name=name, compile_ahead=compile_ahead) for name in ("first", "second")]
+    monkeypatch.setattr(warmup, "_kernels", lambda operations: kernels)
+    assert run_cli("warmup") == (130, "", "[0/2] first\nragged-attention: interrupted\n")

@@ -8,8 +8,8 @@ from xml.etree import ElementTree
 import pytest
 
 from ragged_attention import dispatch
-from ragged_attention.errors import InvalidInput
-from ragged_attention.testing import conformance, reporting
+from ragged_attention.errors import InvalidInput, how_to_install
+from ragged_attention.testing import conformance, environment, reporting
 from ragged_attention.testing.verdicts import Verdict
 from ragged_attention.tools import cli
 from tests import partial_backend
@@ -59,10 +59,15 @@ def test_nothing_could_be_judged(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize("wrong", [("--examples", "0"), ("--framework", "numpy"), ("--no-such-option",)])
-def test_a_mistake_in_what_is_asked_for(judge: Judge, wrong: tuple[str, ...]) -> None:
+def test_a_mistake_in_what_is_asked_for(
+    judge: Judge, wrong: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         judge("", *wrong)
     assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert wrong[0] in error
 
 
 def test_a_missing_extra_is_no_failed_check(
@@ -71,6 +76,10 @@ def test_a_missing_extra_is_no_failed_check(
     monkeypatch.setitem(cli.OTHER_COMMANDS, "conformance", ("a_module_that_nobody_has", ""))
     assert cli.main(["conformance", "--backend", "partial"]) == 2
     assert "a_module_that_nobody_has" in capsys.readouterr().err
+    monkeypatch.setattr(environment, "find_spec", lambda name: None if name == "hypothesis" else name)
+    assert cli.main(["conformance", "--backend", "partial"]) == 2
+    wanted = f"ragged-attention: conformance needs hypothesis: {how_to_install('testing')}\n"
+    assert capsys.readouterr().err == wanted
 
 
 def test_the_first_failure_ends_a_run(judge: Judge, tmp_path: Path) -> None:

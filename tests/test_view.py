@@ -12,7 +12,7 @@ import pytest
 from ragged_attention import dispatch
 from ragged_attention.explain import VIEWED
 from ragged_attention.tools import cli, drawing, schedule, view
-from ragged_attention.tools.samples import FakeArray, LatentSample, Sample
+from ragged_attention.tools.samples import GPUS, FakeArray, LatentSample, Sample
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -237,7 +237,7 @@ def test_one_long_sequence_is_shown_in_parts(run_cli, tmp_path) -> None:
         "--q-lens", "64x1", "--kv-lens", "63x1024,131072", "--device", "h200", "--svg", str(picture)
     )
     assert (code, err) == (0, "")
-    assert "sequences: 64, tokens: 64, 32/8 heads, on sm_90" in out
+    assert "sequences: 64, tokens: 64, 32/8 heads, on NVIDIA H200" in out
     assert re.search(r"│ 0 - 62 +│ +1 │ +1024 │ +64 │ +0 │ split 1 +│", out)
     assert re.search(r"│ 63 +│ +1 │ +131072 │ +8192 │ +0 │ split 86 +│", out)
     assert re.search(r"│ split +│ .* │ 1192 of \d+ │ 1536 keys │ █+.* 12288 keys, 96% filled", out)
@@ -282,11 +282,29 @@ def test_rows_with_scales(run_cli) -> None:
     assert re.search(r"│ split +│ \d+ x 8", out)
 
 
-@pytest.mark.parametrize("name", [*view.DEVICES, "sm_89"])
+@pytest.mark.parametrize("name", [*GPUS, "sm_89"])
 def test_every_device(run_cli, name) -> None:
     code, out, err = run_cli("--q-lens", "1,30", "--kv-lens", "700,30", "--device", name)
     assert (code, err) == (0, "")
-    assert f"on {view.DEVICES.get(name, name)}" in out
+    assert f"on {GPUS[name][1] if name in GPUS else name}" in out
+
+
+@pytest.mark.parametrize("operation", VIEWED)
+def test_a_sample_batch_without_lengths(run_cli, operation) -> None:
+    code, out, err = run_cli("--operation", operation)
+    assert (code, err) == (0, "")
+    first, _, rest = out.partition("\n")
+    assert re.fullmatch(r"This is a sample batch\. Show another one by --q-lens \S+ --kv-lens \S+", first)
+    code, again, _ = run_cli("--operation", operation, *first.partition(" by ")[2].split())
+    assert (code, again) == (0, rest)
+
+
+def test_short_names_of_dtypes(run_cli) -> None:
+    lengths = ("--q-lens", "1,30", "--kv-lens", "700,30", "--device", "h200")
+    short, full = (("f16", "fp8"), ("float16", "float8_e4m3fn"))
+    said = [run_cli(*lengths, "--dtype", dtype, "--cache-dtype", cache) for dtype, cache in (short, full)]
+    assert said[0] == said[1]
+    assert said[0][0] == 0
 
 
 MISTAKES = {
@@ -294,7 +312,7 @@ MISTAKES = {
     "--q-lens 1 --kv-lens 1,2": "expected as many --kv-lens as --q-lens, 1, got 2",
     "--q-lens 3 --kv-lens 2": "expected 1 <= q_len <= kv_len=2 of sequence 0, got 3",
     "--q-lens 0 --kv-lens 2": "expected 1 <= q_len <= kv_len=2 of sequence 0, got 0",
-    "--q-lens 1 --kv-lens 2 --page-size 0": "expected --page-size >= 1, got 0",
+    "--q-lens 1 --kv-lens 2 --page-size 0": "argument --page-size: expected a whole number >= 1, got '0'",
     "--q-lens 1 --kv-lens 2 --heads a": "expected heads such as 32/8, got 'a'",
     "--q-lens 1 --kv-lens 2 --sequence 1": "expected --sequence from 0 to 0, got 1",
     "--q-lens 1 --kv-lens 2 --topk 3": "expected no --topk of ragged_paged_attention, got one",
@@ -313,7 +331,10 @@ MISTAKES = {
     "--q-lens 1 --kv-lens 2 --heads 7/2": "expected num_q_heads to be a multiple of num_kv_heads=2, got 7",
     "--q-lens 0x1 --kv-lens 1": "expected lengths such as 1,1,512 or 63x1,512, got '0x1'",
     "--q-lens 9x1 --kv-lens 9x900000000": "expected page tables of at most 67108864 entries, got 506250000",
-    "--q-lens 1 --kv-lens 2 --dtype float99": "expected q.dtype to be",
+    "--q-lens 1 --kv-lens 2 --dtype float99": "argument --dtype: expected a dtype, one of bfloat16 (bf16), float16",
+    "--q-lens 1 --kv-lens 2 --heads 8/0": "expected heads such as 32/8, got '8/0'",
+    "--q-lens 1": "expected --kv-lens with --q-lens, one number for each sequence, got none",
+    "--kv-lens 1": "expected --q-lens with --kv-lens, one number for each sequence, got none",
 }
 
 

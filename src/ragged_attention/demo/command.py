@@ -11,21 +11,20 @@ from typing import Any
 
 from rich.console import Console
 
-from ragged_attention import config
+from ragged_attention import config, dispatch
 from ragged_attention.demo.check import check
 from ragged_attention.demo.engine import Engine, Limits, Sequence
 from ragged_attention.demo.model import KINDS, load_weights
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.view import View
-from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
+from ragged_attention.tools.arguments import Parser, at_least
 from ragged_attention.tools.samples import FRAMEWORKS
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve the prompts and check every token. Returns 1 if any token differs, else 0; raises a user's mistake."""
     arguments = _parser().parse_args(argv)
-    if arguments.max_new_tokens < 1:
-        raise InvalidInput(f"expected max_new_tokens >= 1, got {arguments.max_new_tokens}")
     if arguments.make_tiny is not None and arguments.model in KINDS:
         raise InvalidInput(
             f"expected a folder as --model with --make-tiny, to write the checkpoint to, got {arguments.model}"
@@ -60,7 +59,7 @@ def serve_checkpoint(arguments: argparse.Namespace) -> int:
         raise InvalidInput("expected --framework torch with a checkpoint, got jax")
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
-            raise BackendMissing(f"{package} is not installed; it comes with the extra ragged-attention[transformers]")
+            raise BackendMissing(f"{package} is not installed: {how_to_install('transformers')}")
     checkpoint = importlib.import_module("ragged_attention.demo.checkpoint")
     with config.use_backend(arguments.backend or "auto"):
         return checkpoint.main(Path(arguments.model), arguments.make_tiny, arguments.max_new_tokens, arguments.device)
@@ -86,10 +85,9 @@ def chosen_framework(request: str | None) -> str:
     if request in found:
         return request
     if request is not None:
-        raise BackendMissing(f"{request} is not installed; it comes with the extra ragged-attention[{request}]")
+        raise BackendMissing(dispatch.missing_package(request))
     if not found:
-        extras = " or ".join(f"ragged-attention[{name}]" for name in FRAMEWORKS)
-        raise BackendMissing(f"the demo needs torch or jax, and neither is installed; each is an extra: {extras}")
+        raise BackendMissing(f"the demo needs torch or jax, and neither is installed: {how_to_install('torch')}")
     return found[0]
 
 
@@ -109,22 +107,27 @@ def interpret_triton() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ragged-attention demo",
         description="Serve a dozen prompts with a tiny model by continuous batching, and check every token.",
     )
-    parser.add_argument("--framework", choices=FRAMEWORKS, help="default: whichever is installed, torch first")
-    parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend=; default: the platform's order")
-    parser.add_argument("--device", help="cpu, cuda, ...; default: a GPU or TPU if the framework sees one")
+    parser.add_argument("--framework", choices=FRAMEWORKS, help="default: torch if it is installed, else jax")
+    parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend= (default: the platform's order)")
     parser.add_argument(
-        "--max-new-tokens", type=int, default=48, metavar="N", help="tokens to write per prompt (%(default)s)"
+        "--device", metavar="NAME", help="cpu, cuda, ... (default: a GPU or TPU if the framework sees one)"
     )
     parser.add_argument(
-        "--model",
-        default="gqa",
-        metavar="gqa|mla|DIR",
-        help="a tiny model with grouped queries or with latents in an 8-bit cache, or a checkpoint of transformers; "
-        "default: %(default)s",
-    )
-    parser.add_argument("--make-tiny", metavar="FAMILY", help="first write a tiny random one to DIR: qwen3, ...")
+        "--max-new-tokens", type=at_least(1), default=48, metavar="N",
+        help="tokens to write for each prompt (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--model", default="gqa", metavar="gqa|mla|DIR",
+        help="a tiny model with grouped queries (gqa), one with latents in an 8-bit cache (mla), or a folder with a "
+        "checkpoint of transformers (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--make-tiny", metavar="FAMILY",
+        help="first write a tiny model with random weights to the folder of --model; FAMILY is one of transformers "
+        "such as qwen3",
+    )  # fmt: skip
     return parser

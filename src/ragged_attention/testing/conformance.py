@@ -1,4 +1,4 @@
-"""`ragged-attention conformance`: run the suite on one backend, with a progress bar, and print a table at the end.
+"""Test a backend with the conformance suite: show a progress bar, and print a table at the end.
 
 On a CPU, Pallas TPU kernels run in jax's interpreter and the CUDA kernels in an emulation of the GPU, once in each of
 its modes. With `--device ptx:sm_90`, the Triton or CUDA kernels are compiled for such a GPU and their PTX is emulated;
@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing import environment, reporting
 from ragged_attention.testing.verdicts import Verdict
+from ragged_attention.tools.arguments import Parser, at_least
 
 INTERPRETED = "No TPU is used: jax's interpreter of TPU kernels runs them, in two modes that find different faults."
 EMULATED = (
@@ -34,19 +36,25 @@ exit status:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status, one of those in `EXIT_STATUS`."""
-    parser = argparse.ArgumentParser(
-        prog="ragged-attention conformance", description=__doc__, epilog=EXIT_STATUS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    parser.add_argument("--backend", required=True, help="the backend to test; it may be a third-party one")
+    parser = Parser(
+        prog="ragged-attention conformance", positional="--backend NAME ", description=__doc__, epilog=EXIT_STATUS
+    )
+    parser.add_argument(
+        "--backend", required=True, metavar="NAME", help="the backend to test; it may be a third-party one"
+    )
     parser.add_argument(
         "--framework", choices=["torch", "jax"], help="test through this front end only (default: all that can run)"
     )
-    parser.add_argument("--device", default="cpu", help="cpu (default), a torch device such as cuda, or ptx:sm_90")
     parser.add_argument(
-        "--examples", type=_positive, help="batches drawn for each check (default: by HYPOTHESIS_PROFILE)"
+        "--device", default="cpu", metavar="NAME", help="cpu (default), a torch device such as cuda, or ptx:sm_90"
     )
-    parser.add_argument("--only", default="", help="run only checks whose name contains this text, such as packed")
+    parser.add_argument(
+        "--examples", type=at_least(1), metavar="N",
+        help="the number of batches drawn for each check (default: by HYPOTHESIS_PROFILE)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="run only checks whose name contains TEXT, such as packed"
+    )
     parser.add_argument(
         "--rounded-weights",
         action="store_true",
@@ -63,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     present, absent = _runners(console, options.backend, options.framework, options.device)
     if not present:
         for name, reason in absent.items():
-            console.print(f"[bold red]{name} cannot run here:[/] {reason}", highlight=False)
+            console.print(f"[bold red]{name} cannot run here:[/] {escape(reason)}", highlight=False, soft_wrap=True)
         if options.junit:
             reporting.write_junit(options.junit, {})
         return NOTHING
@@ -77,12 +85,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         reporting.write_junit(options.junit, judged)
     results = {line.result for lines in judged.values() for line in lines}
     return FAILED if "FAILED" in results else PASSED if "passed" in results else NOTHING
-
-
-def _positive(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise ValueError(text)
-    return number
 
 
 def _expect_writable(path: str) -> None:

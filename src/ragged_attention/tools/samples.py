@@ -8,8 +8,9 @@ import importlib
 import importlib.util
 import itertools
 import math
+import re
 import types
-from typing import Any
+from typing import Any, TypeGuard
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
@@ -21,6 +22,18 @@ from ragged_attention.errors import InvalidInput
 FRAMEWORKS = ("torch", "jax")
 # Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
 MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
+# GPUs that commands take by name: the architecture, and the name that frameworks have for the device.
+GPUS = {
+    "a100": ("sm_80", "NVIDIA A100"),
+    "rtx3090": ("sm_86", "NVIDIA GeForce RTX 3090"),
+    "h100": ("sm_90", "NVIDIA H100"),
+    "h200": ("sm_90", "NVIDIA H200"),
+    "b200": ("sm_100", "NVIDIA B200"),
+    "rtxpro6000": ("sm_120", "NVIDIA RTX PRO 6000"),
+    "mi300x": ("gfx942", "AMD Instinct MI300X"),
+    "mi355x": ("gfx950", "AMD Instinct MI355X"),
+}
+ARCHITECTURES = tuple(dict.fromkeys((*MULTIPROCESSORS, *SHARED_MEMORY)))  # other GPUs, which commands take by these
 # The formats of rows with scales by name; of those that share a name, the first.
 KV_FORMATS = {name: next(forms) for name, forms in itertools.groupby(SCALED_FORMATS, key=lambda form: form.name)}
 TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # the arguments that define each sequence's keys
@@ -470,33 +483,48 @@ def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenS
 def device_of(framework: str, name: str | None = None) -> Device:
     """The facts of a device.
 
-    `name` is a framework's name for a device of this machine ("cpu", "cuda:0", "mps"), "tpu", or the architecture of a
-    GPU ("sm_90"); the latter two need not be here. None stands for this machine's default device.
+    `name` is a framework's name for a device of this machine ("cpu", "cuda:0", "mps"), or a name for which
+    `is_elsewhere` is true. None stands for this machine's default device.
     """
     if framework not in FRAMEWORKS:
         raise InvalidInput(f"expected framework to be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
-    known = tuple(dict.fromkeys((*MULTIPROCESSORS, *SHARED_MEMORY)))
-    if name in known:
+    if is_elsewhere(name) and name.lower() != "tpu":
+        arch, full_name = GPUS.get(name.lower(), (name.lower(), ""))
         return Device(
-            framework=framework, platform="cuda" if name.startswith("sm_") else "rocm", arch=name,
-            num_multiprocessors=MULTIPROCESSORS.get(name, 1), shared_memory=shared_memory_of(name),
+            framework=framework, platform="cuda" if arch.startswith("sm_") else "rocm", name=full_name, arch=arch,
+            num_multiprocessors=MULTIPROCESSORS.get(arch, 1), shared_memory=shared_memory_of(arch),
         )  # fmt: skip
-    if name == "tpu":
+    if is_elsewhere(name):
         facts: dict[str, Any] = {}  # no kernel that is called from torch asks for them
         if framework == "jax" and importlib.util.find_spec("jax") is not None:
             facts = importlib.import_module("ragged_attention.jax._launcher").tpu_facts()
         return Device(framework=framework, platform="tpu", **facts)
+    return _device_here(framework, name)
+
+
+def is_elsewhere(name: str | None) -> TypeGuard[str]:
+    """Whether a name stands for a device that need not be here: "tpu", or a GPU's name or architecture."""
+    return name is not None and name.lower() in (*GPUS, *ARCHITECTURES, "tpu")
+
+
+def _device_here(framework: str, name: str | None) -> Device:
+    """The facts of a device of this machine."""
+    elsewhere = f"one that need not be here: {', '.join((*GPUS, *ARCHITECTURES, 'tpu'))}"
     launcher = importlib.import_module(f"ragged_attention.{framework}._launcher")
     if framework == "jax":
         here = importlib.import_module("ragged_attention.jax._lower").default_platform()
         if name not in (None, here):
-            raise InvalidInput(f"expected device to be {here} or one of tpu, {', '.join(known)}, got {name!r}")
+            raise InvalidInput(
+                f"expected device to be {here}, jax's device of this machine, or {elsewhere}, got {name!r}"
+            )
         return launcher.device_facts(here)
     torch = importlib.import_module("torch")
     try:
         where = name or torch.accelerator.current_accelerator(check_available=True) or "cpu"
         return launcher.device_facts(torch.device(where))
     except (RuntimeError, AssertionError) as error:
-        choices = f"a torch device of this machine, tpu, or one of {', '.join(known)}"
         reason = str(error).strip().splitlines()[0]
-        raise InvalidInput(f"expected device to be {choices}, got {name!r} ({reason})") from None
+        why = "" if re.search("device string", reason) else f" ({reason})"  # a word that is no device at all
+        raise InvalidInput(
+            f"expected device to be a torch device of this machine or {elsewhere}, got {name!r}{why}"
+        ) from None

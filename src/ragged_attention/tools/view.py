@@ -1,8 +1,9 @@
-"""`ragged-attention view`: a batch, its pages, the keys that each program visits, and how the programs fill a GPU.
+"""Show a batch: its pages, the keys that each program visits, and how the programs fill a GPU.
 
-Nothing is launched. The tiles are those that the Triton backend would select for the device. The keys that a program
-visits follow from the kernels' own index arithmetic (`ragged_attention.tools.schedule`). The time of a program is its
-number of keys, so the schedule shows which programs wait for others, but no microseconds.
+Nothing is launched, and without --q-lens and --kv-lens a sample batch is shown. The tiles are those that the Triton
+backend would select for the device. The keys that a program visits follow from the kernels' own index arithmetic
+(`ragged_attention.tools.schedule`). The time of a program is its number of keys, so the schedule shows which programs
+wait for others, but no microseconds.
 """
 
 import argparse
@@ -25,13 +26,16 @@ from ragged_attention.calls import CACHE_FORMATS, Call, Device, MakeDecodeSchedu
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import VIEWED
 from ragged_attention.tools import drawing
-from ragged_attention.tools.samples import FRAMEWORKS, KV_FORMATS, LatentSample, Sample, device_of
+from ragged_attention.tools.arguments import Parser, at_least, dtype, heads
+from ragged_attention.tools.samples import FRAMEWORKS, GPUS, KV_FORMATS, LatentSample, Sample, device_of
 from ragged_attention.tools.schedule import Launch, Program, Turn, Visit, filled, launches_of, timeline
 
-DEVICES = {
-    "a100": "sm_80", "rtx3090": "sm_86", "h100": "sm_90", "h200": "sm_90", "b200": "sm_100", "rtxpro6000": "sm_120",
-    "mi300x": "gfx942", "mi355x": "gfx950",
-}  # fmt: skip
+DEFAULT_GPU = "h200"
+# The lengths of the batch to show if none are given: query tokens and keys of each sequence, by operation.
+SAMPLE_LENGTHS = {
+    "ragged_paged_attention": ("15x1,128", "15x2000,4100"),
+    "mla_decode": ("16x1", "15x2000,65500"),
+}
 CELLS = (12, 64)  # minimum and maximum number of a bar's cells in the terminal
 BESIDE = 60  # columns of the terminal that a row needs in addition to its bar
 MASKS = {
@@ -122,12 +126,19 @@ class Batch:
 def main(argv: Sequence[str] | None = None) -> int:
     """Show the batch that the arguments describe, and draw it if they name a file."""
     parsed = _parser().parse_args(argv)
+    console = Console()
+    if parsed.q_lens is None and parsed.kv_lens is None:
+        parsed.q_lens, parsed.kv_lens = SAMPLE_LENGTHS[parsed.operation]
+        given = f"--q-lens {parsed.q_lens} --kv-lens {parsed.kv_lens}"
+        console.print(f"This is a sample batch. Show another one by {given}", highlight=False, soft_wrap=True)
+    elif parsed.q_lens is None or parsed.kv_lens is None:
+        given, lacking = ("kv", "q") if parsed.q_lens is None else ("q", "kv")
+        raise InvalidInput(f"expected --{lacking}-lens with --{given}-lens, one number for each sequence, got none")
     batch = batch_of(parsed)
     seq = max(range(len(batch.kv_lens)), key=batch.keys.__getitem__) if parsed.sequence is None else parsed.sequence
     if not 0 <= seq < len(batch.kv_lens):
         raise InvalidInput(f"expected --sequence from 0 to {len(batch.kv_lens) - 1}, got {seq}")
     launches = batch.launches()
-    console = Console()
     show_batch(console, batch, launches)
     show_keys(console, batch, launches, seq)
     show_launches(console, batch, launches)
@@ -141,28 +152,38 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ragged-attention view", description=__doc__)
+    parser = Parser(prog="ragged-attention view", description=__doc__)
     add = parser.add_argument
-    add("--operation", choices=VIEWED, default=VIEWED[0])
-    add("--q-lens", required=True, metavar="N,N,...", help="query tokens of each sequence: 1,1,512 or 63x1,512")
-    add("--kv-lens", required=True, metavar="N,N,...", help="keys of each, this step's included: 4096,131072,512")
-    add("--page-size", type=int, help="default: 16 or, of latents, 64")
-    add("--heads", help="query heads / KV heads (default: 32/8 or, of latents, 128/1)")
-    add("--dtype", default="bfloat16", help="of the queries (default: bfloat16)")
-    add("--device", help=f"{', '.join(DEVICES)}, sm_90, cpu, ... (default: this machine's GPU or else h200)")
-    add("--sequence", type=int, help="whose keys to show (default: the one that has most)")
-    add("--svg", type=Path, metavar="FILE", help="draw it too")
-    add = parser.add_argument_group("of paged attention").add_argument
-    add("--head-dim", type=int, help=f"default: {Sample.head_dim}")
-    add("--cache-dtype", help="of the pages (default: as --dtype)")
-    add("--kv-format", help=f"of rows that have scales: {', '.join(KV_FORMATS)} (default: none)")
-    add("--window", type=int, help="keys that a query sees at most")
+    add("--operation", choices=VIEWED, default=VIEWED[0], help=f"default: {VIEWED[0]}")
+    add("--q-lens", metavar="N,N,...", help="query tokens of each sequence: 1,1,512 or 63x1,512")
+    add("--kv-lens", metavar="N,N,...", help="keys of each sequence, with this step's: 4096,131072,512")
+    add("--page-size", type=at_least(1), metavar="N", help="positions in a page (default: 16 or, for latents, 64)")
+    add("--heads", type=heads, metavar="H/K", help="query heads and KV heads (default: 32/8 or, for latents, 128/1)")
+    add("--dtype", type=dtype, default="bfloat16", metavar="DTYPE", help="the queries' dtype (default: bfloat16)")
+    add(
+        "--device", metavar="NAME",
+        help=f"{', '.join(GPUS)}, an architecture such as sm_89, or a device of this machine, such as cpu "
+        f"(default: this machine's GPU or else {DEFAULT_GPU})",
+    )  # fmt: skip
+    add("--sequence", type=at_least(0), metavar="N", help="the sequence whose keys are shown (default: that with most)")
+    add("--svg", type=Path, metavar="FILE", help="also draw the batch, as an SVG picture")
+    add = parser.add_argument_group("for paged attention").add_argument
+    add("--head-dim", type=at_least(1), metavar="N", help=f"default: {Sample.head_dim}")
+    add(
+        "--cache-dtype", type=dtype, metavar="DTYPE", help="the pages' dtype, such as fp8 or int8 (default: as --dtype)"
+    )
+    add("--kv-format", metavar="NAME", help=f"a format whose rows have scales: {', '.join(KV_FORMATS)} (default: none)")
+    add("--window", type=int, metavar="N", help="the number of keys that a query sees at most (default: all)")
     add("--mask", metavar="KIND=N,...", help=f"ranges of keys: {', '.join(MASKS.values())}")
     add("--draft", type=int, metavar="WIDTH", help="columns of a draft mask, for speculative decoding over a tree")
-    add = parser.add_argument_group("of latent attention").add_argument
-    add("--cache-format", help=f"plain, {', '.join(CACHE_FORMATS)} (default: {LatentSample.cache_format})")
-    add("--topk", type=int, help="keys that a query lists (default: 0, a dense call)")
-    add("--schedule", action="store_true", help="divided by make_decode_schedule instead of by shapes")
+    add = parser.add_argument_group("for latent attention (--operation mla_decode)").add_argument
+    add(
+        "--cache-format",
+        metavar="NAME",
+        help=f"plain, {', '.join(CACHE_FORMATS)} (default: {LatentSample.cache_format})",
+    )
+    add("--topk", type=at_least(0), metavar="N", help="keys in a query's list (default: 0, a dense call)")
+    add("--schedule", action="store_true", help="divide the keys by make_decode_schedule instead of by shapes")
     return parser
 
 
@@ -194,18 +215,12 @@ def ranges_of(mask: str, cu_q_lens: Any, kv_lens: Any) -> Any:
     return key_ranges.block_causal_ranges(*tables, block=first)
 
 
-def _heads(text: str) -> tuple[int, int]:
-    if not (match := re.fullmatch(r"(\d+)(?:/(\d+))?", text)):
-        raise InvalidInput(f"expected heads such as 32/8, got {text!r}")
-    return int(match[1]), int(match[2] or match[1])
-
-
 def device_named(name: str | None) -> Device:
-    """A device that runs Triton kernels, by its name, its architecture, or the framework's name for it."""
+    """A device that runs Triton kernels, by one of the names that `device_of` takes."""
     framework = next((name for name in FRAMEWORKS if importlib.util.find_spec(name)), FRAMEWORKS[0])
-    device = device_of(framework, DEVICES.get((name or "").lower(), name))
+    device = device_of(framework, name)
     if name is None and device.platform not in ("cuda", "rocm"):
-        device = device_of(framework, DEVICES["h200"])
+        device = device_of(framework, DEFAULT_GPU)
     if device.platform not in ("cuda", "rocm", "cpu"):
         raise InvalidInput(f"expected device to be a GPU of NVIDIA or AMD, or cpu, got {name or device.platform!r}")
     return device
@@ -219,8 +234,6 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
     for seq, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         if not 1 <= q_len <= kv_len:
             raise InvalidInput(f"expected 1 <= q_len <= kv_len={kv_len} of sequence {seq}, got {q_len}")
-    if parsed.page_size is not None and parsed.page_size < 1:
-        raise InvalidInput(f"expected --page-size >= 1, got {parsed.page_size}")
     if (size := len(kv_lens) * -(-max(kv_lens) // (parsed.page_size or 16))) > MAX_ENTRIES:
         raise InvalidInput(f"expected page tables of at most {MAX_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
@@ -235,7 +248,7 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
     names = ("page_size", "head_dim", "cache_dtype", "kv_format", "draft", "cache_format")
     shapes |= {name: getattr(parsed, name) for name in names if getattr(parsed, name) is not None}
     if parsed.heads:
-        shapes |= dict(zip(("num_q_heads", "num_kv_heads"), _heads(parsed.heads), strict=True))
+        shapes |= dict(zip(("num_q_heads", "num_kv_heads"), parsed.heads, strict=True))
     if not latent:
         ranges = (
             None if parsed.mask is None else ranges_of(parsed.mask, np.array([0, 0], np.int32), np.zeros(1, np.int32))

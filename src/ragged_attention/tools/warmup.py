@@ -1,11 +1,13 @@
-"""`ragged-attention warmup`: compile the kernels for this CPU ahead of time, so that no call waits for a compiler.
+"""Compile the kernels for this CPU ahead of time, so that no call waits for a compiler.
 
-The compiled kernels are stored on disk for this CPU, this version of Numba and this version of the kernels.
+The compiled kernels are kept on disk for this CPU, this version of Numba and this version of the kernels. A kernel that
+is already there is not compiled again.
 """
 
-import argparse
+import contextlib
 import importlib.util
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +15,7 @@ from rich.console import Console
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
 from ragged_attention.errors import BackendMissing, InvalidInput
+from ragged_attention.tools.arguments import Parser, nearest
 from ragged_attention.tools.build_cuda import shown
 
 BACKEND = "numba"
@@ -20,23 +23,60 @@ BACKEND = "numba"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Compile the kernels. Returns 0; raises `BackendMissing` if Numba is not installed."""
-    parser = argparse.ArgumentParser(prog="ragged-attention warmup", description=__doc__)
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help="default: all that have a kernel for CPUs")
+    parser = Parser(prog="ragged-attention warmup", positional="[OPERATION ...] ", description=__doc__)
+    parser.add_argument(
+        "operations", nargs="*", metavar="OPERATION", help="an operation (default: all that have kernels for CPUs)"
+    )
     operations = parser.parse_args(argv).operations
     for name in operations:
         if name not in CALLS:
-            raise InvalidInput(f"expected OPERATION to be one of {', '.join(CALLS)}, got {name!r}")
-    console = Console(stderr=True, soft_wrap=True)
+            raise InvalidInput(
+                f"expected OPERATION to be one of {', '.join(CALLS)}, got {name!r}{nearest(name, CALLS)}"
+            )
     kernels = _kernels(operations)
+    compiled, found = shown(lambda report: _compile(kernels, report), Console(stderr=True, soft_wrap=True))
+    for what, names in (("compiled", compiled), ("already compiled", found)):
+        if names:
+            Console(soft_wrap=True).print(f"{what}: {', '.join(names)}", highlight=False)
+    return 0
 
-    def compile_all(report: Any) -> None:
+
+def _compile(kernels: Sequence[Any], report: Callable[[int, int, str], None]) -> tuple[list[str], list[str]]:
+    """Compile what is not on disk. Returns the names of the kernels that were compiled, and of all others."""
+    names: tuple[list[str], list[str]] = ([], [])
+    with _heeded_interrupts() as stop_if_interrupted:
         for done, kernel in enumerate(kernels):
             report(done, len(kernels), kernel.name)
-            kernel.compile_ahead(for_jax=importlib.util.find_spec("jax") is not None)
+            is_new = kernel.compile_ahead(for_jax=importlib.util.find_spec("jax") is not None)
+            stop_if_interrupted()
+            names[0 if is_new else 1].append(kernel.name)
+    return names
 
-    shown(compile_all, console)
-    Console(soft_wrap=True).print(f"compiled: {', '.join(kernel.name for kernel in kernels)}", highlight=False)
-    return 0
+
+@contextlib.contextmanager
+def _heeded_interrupts() -> Iterator[Callable[[], None]]:
+    """A context for calls of a compiler. It yields a function that raises `KeyboardInterrupt` if Ctrl-C had no effect.
+
+    The compiler calls back from C, and Python ignores an exception that is raised there, even that of Ctrl-C.
+    """
+    ignored: list[type[BaseException]] = []
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            ignored.append(unraisable.exc_type)
+        else:
+            before(unraisable)
+
+    def stop_if_interrupted() -> None:
+        if ignored:
+            raise KeyboardInterrupt
+
+    sys.unraisablehook = hook
+    try:
+        yield stop_if_interrupted
+    finally:
+        sys.unraisablehook = before
 
 
 def _kernels(operations: Sequence[str]) -> list[Any]:

@@ -80,6 +80,12 @@ class _Shelf:
 PATIENCE = 1.0  # seconds of compilation before a message
 _quiet = False  # whether the caller announces the compilation itself
 _said: set[str] = set()
+_num_compiled = 0  # functions that this process has compiled instead of loading them
+
+
+def num_compiled() -> int:
+    """The number of functions that this process has compiled so far; those that it loaded from disk do not count."""
+    return _num_compiled
 
 
 @contextlib.contextmanager
@@ -122,6 +128,8 @@ class _Function(CFunc):
     def _compile_uncached(self) -> Any:
         if not _quiet and self._announcement.ident is None:
             self._announcement.start()
+        global _num_compiled
+        _num_compiled += 1  # under the lock of `machine_code`
         result = super()._compile_uncached()  # type: ignore[misc]
         _optimise_once(result.library, result.fndesc.llvm_cfunc_wrapper_name)
         return result

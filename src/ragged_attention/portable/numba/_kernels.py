@@ -26,7 +26,7 @@ from ragged_attention.calls import Call, dtype_name, is_array
 from ragged_attention.host import forking
 from ragged_attention.portable.numba import _splits, _tiles, _xla
 from ragged_attention.portable.numba._branches import Branch
-from ragged_attention.portable.numba._compiling import machine_code, quietly
+from ragged_attention.portable.numba._compiling import machine_code, num_compiled, quietly
 from ragged_attention.portable.numba._formats import CODES
 from ragged_attention.portable.numba._records import Fields, bits_of, record_type, runner, stride_names
 
@@ -138,14 +138,19 @@ class Kernel:
         """`plan` and `work` as machine code; both take the address of a record and return a number."""
         return machine_code(f"the kernel {self.name}", dict.fromkeys((self.plan, self.work), "int64(int64)"))
 
-    def compile_ahead(self, *, for_jax: bool) -> None:
-        """Compile the kernel without a message, and the code that runs it from torch and, if `for_jax`, from jax."""
+    def compile_ahead(self, *, for_jax: bool) -> bool:
+        """Compile the kernel without a message, and the code that runs it from torch and, if `for_jax`, from jax.
+
+        Returns whether anything was compiled, and not just loaded from disk.
+        """
+        before = num_compiled()
         with quietly():
             _ = self.compiled, runner()
             for index, branch in enumerate(self.fields.branches):
                 self._compile_branch(index, branch)
             if for_jax:
                 _xla.shared_code()
+        return num_compiled() > before
 
     def on(self, platform: str) -> Callable[[Any, Any], int]:
         """The function that takes a record and returns an error code."""
