@@ -27,7 +27,7 @@ import pytest
 
 from ragged_attention import dispatch, kernels_cuda
 from ragged_attention.calls import CACHE_FORMATS
-from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
+from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.tools import cli
@@ -198,7 +198,7 @@ def test_what_is_missing_is_said_in_a_sentence(afresh, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _native.why_not() == toolchain.NO_NVCC
     assert _report.tools() == _report.kernels() == toolchain.NO_NVCC
-    with pytest.raises(BackendMissing, match=r"no nvcc in CUDACXX, CUDA_HOME, .* or install ragged-attention"):
+    with pytest.raises(BackendMissing, match=r"no nvcc in CUDACXX, CUDA_HOME, .*, or run pip install"):
         _native.library()
     monkeypatch.setenv("CUDACXX", "nvcc-13")
     assert _native.why_not() == "expected CUDACXX to name a compiler, got 'nvcc-13'"
@@ -207,7 +207,7 @@ def test_what_is_missing_is_said_in_a_sentence(afresh, monkeypatch, tmp_path):
 def test_missing_parts_beside_nvcc(small, monkeypatch):
     assert _native.why_not() is None
     monkeypatch.setattr(toolchain, "cutlass", lambda: None)
-    assert _native.why_not() == "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
+    assert _native.why_not() == f"no CUTLASS headers: {how_to_install('cuda')}, or install nvidia-cutlass"
     assert _report.cutlass() == _native.why_not()
     assert _report.tools() == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {_native.why_not()}"
     monkeypatch.setattr(toolchain, "gxx", lambda: None)

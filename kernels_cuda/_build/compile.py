@@ -215,7 +215,7 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
     texts = (SOURCES / "api.h", SOURCES / "xla_ffi.cc", *interface)
     flags = (*FFI_FLAGS, *(("-DRA_EMULATE",) if emulated else ()))
     digest = digest_of(*flags, kernels.name, release, *texts)
-    includes = (f"-I{jax_include}", *(f"-isystem{folder}" for folder in toolchain.cuda_headers()))
+    includes = (f"-isystem{folder}" for folder in (jax_include, *toolchain.cuda_headers()))  # without their warnings
     return Recipe(
         what="XLA FFI library of the CUDA kernels",
         name=f"libragged_attention_ffi-{digest}.so",

@@ -15,14 +15,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ragged_attention.errors import how_to_install
+
 USUAL_HOME = Path("/usr/local/cuda")
 PYPI_HOME = "nvidia.cu13"  # the namespace package of the compiler's wheels, which together form a CUDA home
 
 NO_NVCC = (
-    "no nvcc in CUDACXX, CUDA_HOME, nvidia.cu13, PATH or /usr/local/cuda: set CUDA_HOME to a CUDA toolkit, or install "
-    "ragged-attention[cuda-toolchain]"
+    "no nvcc in CUDACXX, CUDA_HOME, nvidia.cu13, PATH or /usr/local/cuda: set CUDA_HOME to a CUDA toolkit, or "
+    + how_to_install("cuda-toolchain")
 )
-NO_CUTLASS = "no CUTLASS headers: install ragged-attention[cuda] or nvidia-cutlass"
+NO_CUTLASS = f"no CUTLASS headers: {how_to_install('cuda')}, or install nvidia-cutlass"
 MIN_NVCC = (12, 8)  # the machine code of older releases has not been checked
 NO_GXX = "no g++ on PATH"
 NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
