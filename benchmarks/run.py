@@ -26,7 +26,10 @@ from benchmarks import timing
 from benchmarks.cases.base import Case
 from benchmarks.cases.catalogue import CASES, find
 from benchmarks.peers import registry
+from ragged_attention import dispatch
+from ragged_attention.tools.arguments import Parser, at_least
 
+DEFAULT_CASES = ("decode_64x4k", "mixed_2q2k_32q1s1k")
 SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
 
 
@@ -221,15 +224,29 @@ def cells(result: Result) -> tuple[str, ...]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="ragged-attention bench", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"from {', '.join(CASES)}; default: W1 and W5's first")
-    parser.add_argument("--framework", choices=("torch", "jax"), default="torch")
-    parser.add_argument("--backend", nargs="+", help="default: what the device runs by itself, and the fallback")
-    parser.add_argument("--peers", action="store_true", help="time other implementations beside ours")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--length", type=int, default=SMALL_LENGTH, help="longest sequence where there is no GPU")
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    return parser.parse_args(argv)
+    parser = Parser(
+        prog="ragged-attention bench", positional="[CASE ...] ", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument(
+        "cases", nargs="*", metavar="CASE", help=f"one of {', '.join(CASES)} (default: {' and '.join(DEFAULT_CASES)})"
+    )
+    parser.add_argument("--framework", choices=("torch", "jax"), default="torch", help="default: torch")
+    parser.add_argument(
+        "--backend", nargs="+", metavar="NAME", help="backends to time (default: the device's own and the fallback)"
+    )
+    parser.add_argument("--peers", action="store_true", help="also time other implementations")
+    parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="rounds of timing (default: 20)")
+    parser.add_argument(
+        "--length", type=at_least(1), default=SMALL_LENGTH, metavar="N",
+        help=f"the longest sequence if there is no GPU (default: {SMALL_LENGTH})",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
+    options = parser.parse_args(argv)
+    known = (*dispatch.backends(), "portable", "auto")
+    for name in options.backend or ():
+        if name not in known:
+            parser.error(f"expected --backend to be among {', '.join(known)}, got {name!r}")
+    return options
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -237,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = this_machine(options.framework, ceilings=True)
     try:
-        chosen = [find(name) for name in options.cases or ("decode_64x4k", "mixed_2q2k_32q1s1k")]
+        chosen = [find(name) for name in options.cases or DEFAULT_CASES]
     except KeyError as unknown:
         Console(stderr=True).print(unknown.args[0], markup=False)
         return 2

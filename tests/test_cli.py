@@ -435,3 +435,10 @@ def test_ctrl_c_ends_a_warmup_even_if_it_is_ignored(monkeypatch, run_cli):
     kernels = [types.SimpleNamespace(name=name, compile_ahead=compile_ahead) for name in ("first", "second")]
     monkeypatch.setattr(warmup, "_kernels", lambda operations: kernels)
     assert run_cli("warmup") == (130, "", "[0/2] first\nragged-attention: interrupted\n")
+
+
+def test_bench_refuses_an_unknown_backend(run_cli):
+    pytest.importorskip("torch")
+    code, out, err = run_cli("bench", "--backend", "tritom")
+    assert (code, out) == (2, "")
+    assert re.match(r"ragged-attention bench: expected --backend to be among triton, .*, got 'tritom'; ", err)

@@ -593,7 +593,7 @@ def test_other_users_of_pytest_keep_their_options(tmp_path: Path) -> None:
 @pytest.mark.parametrize("absent", ["hypothesis", "pytest"])
 def test_a_missing_tool_is_named(absent: str) -> None:
     ended = apart("-m", "tests.programs.testing_without", absent)
-    assert f"ImportError: ragged_attention.testing needs {absent}: install the extra" in ended.stderr
+    assert f"ImportError: ragged_attention.testing needs {absent}: run pip install '.[testing]'" in ended.stderr
 
 
 @pytest.mark.parametrize("module", ["runner", "paged.specs", "mla.ragged", "rounded_weights", "verdicts"])

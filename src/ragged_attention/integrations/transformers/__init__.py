@@ -26,7 +26,7 @@ import importlib.metadata
 import sys
 from typing import Any
 
-from ragged_attention.errors import Unsupported
+from ragged_attention.errors import Unsupported, how_to_install
 
 __all__ = ["NAME", "PAGED_NAME", "absorb_mla", "explain", "register", "unregister"]
 
@@ -39,9 +39,7 @@ def _check_host() -> None:
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        raise Unsupported(
-            "expected transformers to be installed: pip install 'ragged-attention[transformers]'"
-        ) from None
+        raise Unsupported(f"expected transformers to be installed: {how_to_install('transformers')}") from None
     release = tuple(int(part) for part in version.split(".")[:2])
     if not OLDEST <= release < EXCLUDED:
         tested = " or ".join(f"{OLDEST[0]}.{minor}" for minor in range(OLDEST[1], EXCLUDED[1]))
