@@ -143,10 +143,8 @@ V4_PREFILL = {"q": FakeArray((4096, 64, 512), "bfloat16"), "kv": FakeArray((512,
         ({"kv": FakeArray((8193, 64, 1, 656), "uint8")}, False),
         ({"indices": FakeArray((4096, 1, 16384), "int32"), "kv": FakeArray((14168, 64, 1, 656), "uint8")}, True),
         ({"indices": FakeArray((4096, 1, 16384), "int32"), "kv": FakeArray((14170, 64, 1, 656), "uint8")}, False),
-        (
-            {"indices": FakeArray((4096, 1, 31), "int32"), "kv": FakeArray((2, 64, 1, 656), "uint8")},
-            False,
-        ),  # too few entries
+        # Too few entries in all lists together.
+        ({"indices": FakeArray((4096, 1, 31), "int32"), "kv": FakeArray((2, 64, 1, 656), "uint8")}, False),
     ],
 )
 def test_a_cache_is_decoded_first_where_its_rows_are_listed_often(changed: dict[str, Any], want: bool) -> None:

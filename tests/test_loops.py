@@ -59,9 +59,7 @@ def test_a_prediction_is_made() -> None:
     (line,) = [line.split(" | ") for line in lines if "mla_sparse_h16_b64" in line]
     assert line in [text.split(" | ") for text in document.part("loops").splitlines()]
     assert float(line[6]) >= float(line[3]) >= float(line[2])
-    assert float(line[8].split(" - ")[0]) >= float(
-        line[6]
-    )  # waiting included, a loop takes no less than its busiest unit
+    assert float(line[8].split(" - ")[0]) >= float(line[6])  # with waits, no less than the busiest unit
 
 
 def test_the_document_has_the_plans_of_today() -> None:

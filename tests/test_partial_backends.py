@@ -43,9 +43,7 @@ def test_a_partial_backend_is_judged_by_the_asked_number(monkeypatch: pytest.Mon
 
 
 def test_drawn_batches_catch_the_faults_of_a_partial_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        drawing, "PHASES", (drawing.Phase.generate,)
-    )  # any failure will do, so the search for a small one is left out
+    monkeypatch.setattr(drawing, "PHASES", (drawing.Phase.generate,))  # no search for small failures
     check, caught = check_named("attention on drawn batches"), []
     for fault in partial_backend.FAULTS:
         try:

@@ -25,13 +25,8 @@ SIZES = [2**power for power in range(MAX_BLOCK_SIZE.bit_length())]
 BACKENDS = ("reference", "eager", "numba", "triton")
 WITH_GRADIENT = ("reference", "eager")
 KV_HEADS, GROUP, WIDTH = 2, 3, 16
-LENS = (
-    (1, 530),
-    (70, 300),
-    (5, 5),
-    (3, 0),
-    (4, 2),
-)  # (q_len, kv_len): decode, chunk, prompt, no keys, fewer keys than queries
+# (q_len, kv_len): decode, chunk, prompt, no keys, fewer keys than queries
+LENS = ((1, 530), (70, 300), (5, 5), (3, 0), (4, 2))
 
 
 def random_lists(rng: np.random.Generator, heads: int, size: int, length: int = 6) -> Any:

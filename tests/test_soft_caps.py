@@ -103,9 +103,7 @@ def test_a_cap_gives_what_the_definition_gives(framework: str, backend: str, ope
     expect(results(framework, backend, operation, case), results(framework, "reference", operation, case))
 
 
-@pytest.mark.parametrize(
-    "case", ["a tiny cap", "no cap"]
-)  # the formula is that of the xla backend, for which all cases run
+@pytest.mark.parametrize("case", ["a tiny cap", "no cap"])  # the xla backend, with the same formula, runs all cases
 @pytest.mark.parametrize("operation", [each for each in OPERATIONS if each != "varlen_attention"])
 def test_a_cap_in_the_kernels_for_tpus(operation: str, case: str) -> None:
     pytest.importorskip("jax")

@@ -120,9 +120,7 @@ def test_shapes_and_bits_are_compared_too() -> None:
 @pytest.mark.parametrize("kind", EITHER)
 def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
     absolute, relative, _ = EITHER[kind]
-    want = np.array(
-        [3.0, 1e-9, 50.0] + [40.0] * 1000
-    )  # with so many elements, an error in one hardly changes the direction
+    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)  # an error in one of many hardly changes the direction
     for index, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
         inside, outside = (want + np.where(np.arange(len(want)) == index, error * f, 0) for f in (0.99, 1.01))
         assert agrees(inside, want, kind)

@@ -29,9 +29,7 @@ EACH = [("make_decode_schedule", index, False) for index in range(len(SCHEDULES)
 def on_torch(operation: str, index: int) -> dict[str, Any]:
     """A call's arguments on new tensors, because some operations write to their arguments."""
     given = SCHEDULES[index] if operation == "make_decode_schedule" else arguments_of(operation, index)
-    given = {
-        name: value for name, value in given.items() if name != "schedule"
-    }  # schedules are made by the torch front end
+    given = {name: value for name, value in given.items() if name != "schedule"}  # not a torch schedule
     return _pytree.tree_map(lambda value: torch.tensor(value) if isinstance(value, np.ndarray) else value, given)
 
 

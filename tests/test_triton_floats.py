@@ -128,9 +128,7 @@ def test_conversions_round_to_nearest_even(source: torch.dtype, target: torch.dt
 @pytest.mark.parametrize("target", [torch.float16, *NARROW], ids=str)
 def test_float64_is_rounded_once(target: torch.dtype) -> None:
     """A float64 next to a tie rounds to its own side, even if the nearest float32 is the tie."""
-    values = np.array(
-        [1.0, 1.25, 1.5, -1.25], NUMPY_DTYPES[target]
-    )  # these values and their successors have ties between them
+    values = np.array([1.0, 1.25, 1.5, -1.25], NUMPY_DTYPES[target])  # each has a tie with its successor
     above = (values.view(f"u{target.itemsize}") + 1).view(NUMPY_DTYPES[target])
     tie = (values.astype(np.float64) + above.astype(np.float64)) / 2
     expect_same_bits(converted(on_tensors(tie * (1 + 2**-40), torch.float64), target), above)

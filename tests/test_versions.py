@@ -31,9 +31,8 @@ def asked_for(name: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize(
-    "name", sorted({**OLDEST.packages, **OLDEST.apart}.keys() - {"jax-cuda13-plugin"})
-)  # no extra names jax's plugin
+# No extra names jax's plugin.
+@pytest.mark.parametrize("name", sorted({**OLDEST.packages, **OLDEST.apart}.keys() - {"jax-cuda13-plugin"}))
 def test_what_was_tried_is_what_is_allowed(name: str) -> None:
     oldest, newest = ((each.packages | each.apart)[name] for each in (OLDEST, NEWEST))
     assert asked_for(name) == {allowed(oldest, newest)}
