@@ -1,1 +1,1 @@
-"""What other programs load: our operations under the interfaces by which they take attention from outside."""
+"""Plug-ins for other programs: our operations under those programs' interfaces for external attention."""

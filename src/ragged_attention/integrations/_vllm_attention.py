@@ -1,8 +1,8 @@
 """The backend `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
 
-`_vllm_caches` has the formats of that cache. Two kinds of layers attend to the keys of the step itself, by
-`varlen_attention`: those of encoders, which have no cache, and under context parallelism those whose cache is dealt out
-among ranks, of which no rank has all new keys.
+`_vllm_caches` has the formats of that cache. Two kinds of layers attend to the step's own keys by `varlen_attention`:
+encoder layers, which have no cache, and under context parallelism layers whose cache is divided among ranks, because
+then no rank's cache has all new keys.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from ragged_attention.torch import merge_attention_states, ragged_paged_attentio
 
 _vllm: Any = importlib.import_module("vllm.v1.attention.backend")
 
-# vLLM's kinds of attention without a cache: of the encoder of a pair, and of a model that is an encoder.
+# vLLM's kinds of attention without a cache: in an encoder-decoder's encoder, and in an encoder-only model.
 WITHOUT_CACHE = ("encoder", "encoder_only")
 
 
@@ -82,7 +82,7 @@ class RaggedBackend:
 
 @dataclasses.dataclass
 class RaggedMetadata(_vllm.AttentionMetadata):
-    """One step's tables by our names. The host reads only the numbers; `max_q_len` bounds all query lengths."""
+    """One step's tables under our names. The host reads only Python numbers; `max_q_len` bounds all query lengths."""
 
     num_actual_tokens: int
     max_q_len: int
@@ -93,15 +93,15 @@ class RaggedMetadata(_vllm.AttentionMetadata):
     causal: bool | torch.Tensor
     masks: StepMasks
     mm_prefix_range: torch.Tensor | None  # the spans; vLLM's Gemma 4 sets it to None for layers that see images as text
-    ranks: Ranks | None  # those that share the cache, if this one does not hold all of it
-    context_lens: torch.Tensor | None  # then: how many earlier keys of each request this rank has; None: nobody has any
+    ranks: Ranks | None  # the ranks that share the cache, if this rank does not hold all of it
+    context_lens: torch.Tensor | None  # with ranks: this rank's earlier keys per request; None: no rank has any
 
     @functools.cached_property
     def reversed_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The step's rows, each request's in reverse order; the same less each request's last; the edges of these.
+        """The step's rows with each request reversed, these rows without each request's last, and the latter's edges.
 
-        If a request has a key less than queries, causal attention, which is aligned at the end, lets a query see the
-        keys before its own row.
+        The queries take the first rows and the keys the second. A request then has one key less than queries, so causal
+        attention, which is aligned at the end, lets a query see only the keys before its own row.
         """
         edges = self.cu_q_lens
         fewer = (edges[1:] - edges[:-1] - 1).clamp(min=0).cumsum(0, dtype=torch.int32)
@@ -116,7 +116,7 @@ class RaggedMetadata(_vllm.AttentionMetadata):
 
 
 class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
-    """Hands on vLLM's tables under our names; they have the same meaning."""
+    """Passes on vLLM's tables under our names. They have the same meaning."""
 
     # Launches depend on shapes alone, so a graph may be replayed with other lengths and tables.
     _cudagraph_support = _vllm.AttentionCGSupport.ALWAYS
@@ -154,7 +154,7 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
             if self._ranks is not None:  # vLLM's CPU platform does not ask `supports_*` beforehand
                 raise Unsupported("expected no R-SWA under context parallelism for RAGGED, got rswa_prefix_lens")
             prefix_lens = common.rswa_prefix_lens[: len(kv_lens)].to(kv_lens.device, torch.int32, non_blocking=True)
-        if self._ranks is not None:  # the new tokens attend to one another apart, and their positions count from there
+        if self._ranks is not None:  # new tokens attend to one another in a separate call, where positions start at 0
             new_lens = common.query_start_loc.diff()
             spans = None if spans is None else spans - (kv_lens - new_lens)[:, None, None]
             kv_lens = new_lens
@@ -164,13 +164,13 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         )  # fmt: skip
 
     def _make_ranges(self, metadata: RaggedMetadata) -> None:
-        """Make the ranges of the layers now, since attention itself may run in a graph."""
+        """Make the layers' key ranges now, because attention itself may run in a captured graph."""
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             layers[name].impl.key_ranges(layers[name], metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RaggedMetadata:
-        """The metadata of a step that stands for others, of which some have earlier keys even if this one has none."""
+        """The metadata for capture. Later replayed steps may have earlier keys, even if this step has none."""
         metadata = self.build(0, common_attn_metadata)
         if self._ranks is None:
             return metadata
@@ -185,14 +185,14 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
     def update_block_table(
         self, metadata: RaggedMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> RaggedMetadata:
-        """The metadata of the same step for another group of layers, which has its own pages."""
+        """The step's metadata for another group of layers, which has its own pages."""
         metadata = dataclasses.replace(metadata, page_indices=blk_table, slot_mapping=slot_mapping)
         self._make_ranges(metadata)
         return metadata
 
 
 def _has_context(common: Any) -> bool:
-    """Whether any request may have keys from earlier steps; the answer is the same on all ranks."""
+    """Whether any request may have keys from earlier steps. All ranks get the same answer."""
     longest, starts = getattr(common, "seq_lens_cpu_upper_bound", None), common.query_start_loc_cpu
     return longest is None or bool((longest[: len(starts) - 1] > starts[1:] - starts[:-1]).any())
 
@@ -202,7 +202,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
 
     can_return_lse_for_decode = True
     supports_dcp = True
-    # The new tokens attend to one another apart from the cache, so it may be dealt out in any way.
+    # New tokens attend to one another without the cache, so the cache may be divided in any way.
     supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
@@ -224,7 +224,9 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         if (reason := refusal(kv_cache_dtype, head_size)) is not None:
             raise Unsupported(reason)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        if self.alibi_slopes is not None and sinks is not None:  # vLLM's slopes count from elsewhere, which sinks see
+        if (
+            self.alibi_slopes is not None and sinks is not None
+        ):  # vLLM's slopes count from another position, which changes results with sinks
             raise Unsupported("expected sinks to be None with alibi_slopes for RAGGED, got both")
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
@@ -239,13 +241,13 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.sliding_window = sliding_window
         self.kv_cache_dtype = kv_cache_dtype
-        self.logits_soft_cap = logits_soft_cap or None  # 0 stands for none
+        self.logits_soft_cap = logits_soft_cap or None  # 0 means no cap
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
         self.chunk_lookback = chunk_lookback
 
     def key_ranges(self, layer: Any, metadata: RaggedMetadata) -> torch.Tensor | None:
-        """What the step's tokens see in this layer, if it is more than `causal` and `sliding_window` say."""
+        """The key ranges of the step's tokens in this layer; None if `causal` and `sliding_window` express them."""
         if self.attn_type != "decoder":
             return None
         clamp_spans = getattr(layer, "mm_prefix_clamp_sliding_window", False)
@@ -253,9 +255,9 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         return metadata.masks.of(Mask(self.sliding_window, self.chunk_lookback, has_spans, clamp_spans))
 
     def _expect_kind(self, attn_type: str, alibi_slopes: Any, **whole_cache: Any) -> None:
-        """Refuse what the operations do not support in other layers than those of a decoder with a cache of its own.
+        """Refuse unsupported arguments of layers other than decoder layers that have the whole cache on this rank.
 
-        `whole_cache` are arguments that want all earlier keys on this rank.
+        `whole_cache` holds arguments that need all earlier keys on this rank.
         """
         kind, without_cache = getattr(attn_type, "value", attn_type), attn_type in WITHOUT_CACHE
         over_ranks = self.dcp_world_size > 1 and not without_cache
@@ -287,8 +289,8 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             query: [tokens, H, D]; rows from `num_actual_tokens` on are padding.
             key, value: [tokens, K, D] and [tokens, K, D_v]. They are read only by layers without a cache and under
                 context parallelism.
-            kv_cache: [blocks, K, block, D + D_v] in any order of memory, or with scales (`_vllm_caches`); of a layer
-                without a cache it is not read.
+            kv_cache: [blocks, K, block, D + D_v] with any strides, or with scales (`_vllm_caches`); not read for a
+                layer without a cache.
             attn_metadata: None in vLLM's profiling run, which gets zeros.
             output: [tokens, H, D_v], written and returned; padding rows are not written.
             output_scale, output_block_scale: must be None.
@@ -299,7 +301,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             if KINDS[self.kv_cache_dtype].is_rotated:
-                rotated(query[:0])  # makes its matrix, which could not be done while a graph is captured
+                rotated(query[:0])  # makes the rotation matrix, which is impossible during graph capture
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens].view(tokens, self.num_heads, math.prod(output.shape[1:]) // self.num_heads)
@@ -320,7 +322,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     def _paged(
         self, query: torch.Tensor, layer: Any, kv_cache: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
     ) -> None:
-        """Attention over a cache that this rank has to itself."""
+        """Attention over a cache that this rank holds alone."""
         ranges = self.key_ranges(layer, metadata)
         if self.alibi_slopes is not None and (ranges is not None or not metadata.causal):
             got = "causal=False" if ranges is None else "ranges of keys"
@@ -361,9 +363,9 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     ) -> None:
         """Attention of the step's tokens to one another, in both directions.
 
-        vLLM's window has as many tokens after a query as before it, but the operation's ends at the query. So those up
-        to its own are one call, and those after it another, on reversed rows. Both are in float32, since the operation
-        rounds its results to the dtype of queries, and rounding what is yet to be merged would be seen.
+        vLLM's window has as many tokens after a query as before it, but the operation's window ends at the query. One
+        call attends to the tokens up to the query's own, and another call, on reversed rows, to those after it. Both
+        are in float32: otherwise partial results would be rounded to the queries' dtype before they are merged.
         """
         window, sinks = self.sliding_window, self._sinks()
         if window is None or window == 1:
@@ -376,7 +378,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         before, before_lse = self._packed(
             query, key, value, metadata, causal=True, sliding_window=window, return_lse=True
         )
-        # A query's own token is not among its later ones, so neither is it in the window's width.
+        # The later tokens exclude the query's own, so their window is shorter by one.
         after, after_lse = self._packed(
             query[rows], key[later], value[later], metadata, later_edges, causal=True, sliding_window=window - 1,
             return_lse=True,
@@ -389,7 +391,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata,
         cu_kv_lens: torch.Tensor | None = None, **keywords: Any,
     ) -> Any:  # fmt: skip
-        """Attention of the step's tokens to one another; `cu_kv_lens` are the edges of the keys if they are fewer."""
+        """Attention of the step's tokens to one another; `cu_kv_lens` has the keys' edges if these differ."""
         edges, longest = metadata.cu_q_lens, metadata.max_q_len
         return varlen_attention(
             query, key, value, edges, edges if cu_kv_lens is None else cu_kv_lens, max_q_len=longest,
@@ -400,10 +402,10 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Any, kv_cache: torch.Tensor,
         metadata: RaggedMetadata, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """Attention over the earlier keys, which lie on several ranks, and over the step's own, merged.
+        """The merged attention over the earlier keys, which lie on several ranks, and over the step's own keys.
 
-        The earlier keys are all visible to every new token, wherever they lie. A rank that has none of a request gives
-        out 0 and lse -inf, which have no weight. The ranks exchange float32.
+        Every new token sees all earlier keys of its request. A rank without keys of a request contributes out 0 and lse
+        -inf, which have no weight. The ranks exchange float32.
         """
         ranks, ranges = metadata.ranks, self.key_ranges(layer, metadata)
         assert ranks is not None
@@ -434,7 +436,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     ) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is skipped.
 
-        Those of a cross attention are the encoder's, one row for each slot, in the first step of a request.
+        In cross attention these are the encoder's, one row for each slot, in the first step of a request.
         """
         if self.attn_type in WITHOUT_CACHE:
             return

@@ -1,11 +1,11 @@
-"""What vLLM's sparse models call by name, bound to our operations where vLLM has no kernel for the device.
+"""Binds functions that vLLM's sparse models call by name to our operations, if vLLM has no kernel for the device.
 
 vLLM calls the indexer's kernels by names: functions of `vllm.utils.deep_gemm` and `vllm._custom_ops`, and classes that
-choose a path by the platform. `bind()` puts ours under those names, in the module that defines each and in those that
-have imported it, and `unbind()` puts back what was there. `BINDINGS` lists all of them, and docs/vllm.md says why each
-is there. Everything else remains vLLM's: its scheduler, the indexer's metadata, the chunks of a prompt, its layers.
+choose a path by the platform. `bind()` replaces them in the module that defines each and in those that have imported
+it, and `unbind()` restores the originals. `BINDINGS` lists all of them, and docs/vllm.md explains why each is needed.
+Everything else remains vLLM's: its scheduler, the indexer's metadata, the chunks of a prompt, its layers.
 
-vLLM's registry of models leads here, so that nothing is imported or bound before a sparse model is loaded.
+vLLM's model registry finds sparse models in this module, so nothing is imported or bound before one is loaded.
 """
 
 import dataclasses
@@ -24,10 +24,10 @@ from ragged_attention.integrations import _vllm_experts, _vllm_indexer, _vllm_qs
 from ragged_attention.torch import page_indices_to_slots, top_k_indices, write_indexer_cache
 
 _E4M3_MAX = 448.0
-_SCALE_BYTES = 4  # of the float32 that follows the values of each key in the indexer's cache
+_SCALE_BYTES = 4  # bytes of the float32 scale of each key in the indexer's cache
 _GENERIC = "vllm.model_executor.models.deepseek_v2"
 _M3 = "vllm.models.minimax_m3"
-# The architectures that bind when vLLM loads them: its class without kernels of one vendor, and its own choice.
+# The architectures that bind names when vLLM loads them: the vendor-neutral class, and vLLM's own choice of module.
 _LATENT_MODELS = {
     "DeepseekV32ForCausalLM": ((_GENERIC, "DeepseekV3ForCausalLM"), "vllm.models.deepseek_v32"),
     "GlmMoeDsaForCausalLM": ((_GENERIC, "GlmMoeDsaForCausalLM"), "vllm.models.deepseek_v32"),
@@ -60,7 +60,7 @@ def fp8_fp4_mqa_logits(
 def get_paged_mqa_logits_metadata(
     context_lens: torch.Tensor, block_size: int, num_sms: int, indices: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """A schedule, which ours do not need: zeros."""
+    """A schedule of zeros, because our operations need none."""
     return deep_gemm.get_paged_mqa_logits_metadata(context_lens, block_size, num_sms, indices)
 
 
@@ -101,9 +101,9 @@ def cp_gather_indexer_k_quant_cache(
     block_table: torch.Tensor,
     cu_seq_lens: torch.Tensor,
 ) -> None:
-    """Copy the cached keys of all requests, one after the other, into `dst_k` [N, D] and `dst_scale` [N, 4].
+    """Copy the cached keys of all requests, one after another, into `dst_k` [N, D] and `dst_scale` [N, 4].
 
-    Rows behind the last key keep what they hold. Nothing waits for the device.
+    Rows after the last key are not written. Nothing waits for the device.
     """
     pages, page_size, width = kv_cache.shape
     head_dim = width - _SCALE_BYTES
@@ -150,7 +150,8 @@ def top_k_per_row_decode(
     """Write the positions of each query's largest logits, then -1.
 
     Args:
-        seq_lens: i32 [B, next_n], what each query sees; or the length of each sequence, whose last tokens they are.
+        seq_lens: i32 [B, next_n], the number of keys that each query sees; or i32 [B], the lengths of the sequences,
+            whose last tokens are the queries.
     """
     stops = seq_lens.reshape(-1)
     if stops.shape[0] != num_rows:
@@ -160,7 +161,7 @@ def top_k_per_row_decode(
 
 
 def get_indexer_topk(backend: str) -> Callable[..., None]:
-    """A decode step's selection, of which vLLM has several; ours is one, whatever its name."""
+    """The function that selects keys in a decode step: ours for every name, where vLLM has several."""
     return _indexer_topk
 
 
@@ -191,7 +192,7 @@ def fp8_paged_mqa_logits_cpu(
     cache = kvcache_fp8.as_strided((pages, block_size, 1, width), stride).view(torch.uint8)
     lens, table = seq_lens.int(), page_table.int()
     logits = deep_gemm.fp8_paged_mqa_logits(q_fp8.unsqueeze(1), cache, weight, lens, table, None, max_seq_len)
-    return logits.contiguous()  # as vLLM's selection wants it
+    return logits.contiguous()  # vLLM's selection expects this
 
 
 def topk_transform_512_cpu(
@@ -224,7 +225,7 @@ def per_token_group_quant_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Groups of a row as e4m3 values of x's shape, and their scales f32 [..., groups].
 
-    It is what a Triton kernel of vLLM does, which needs a GPU.
+    It does the work of a Triton kernel of vLLM that needs a GPU.
     """
     if column_major_scales or tma_aligned_scales:
         raise Unsupported("expected scales in the order of rows, got column_major_scales or tma_aligned_scales")
@@ -250,7 +251,7 @@ def fused_indexer_q_rope_quant(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate and quantise the indexer's queries [T, H, D], and put their scales into its weights f32 [T, H].
 
-    It is what a Triton kernel of vLLM does, which needs a GPU that converts 8-bit floats.
+    It does the work of a Triton kernel of vLLM that needs a GPU with conversions of 8-bit floats.
     """
     rotary = cos_sin_cache.shape[1]
     cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
@@ -282,11 +283,11 @@ def build_prefill_chunk_metadata(
     num_reqs: int,
     COMPRESS_RATIO: int,
 ) -> None:
-    """Write which request each key of a chunk belongs to, and the range of keys that each of its queries sees.
+    """Write the request of each key of a chunk, and the range of keys that each of the chunk's queries sees.
 
-    It is what a Triton kernel of vLLM does, whose names the arguments have. Under decode context parallelism the ranges
-    are those of this rank's keys. A query that sees no key gets the range (0, 0), and not one at its request's start:
-    from that, vLLM's indexer for CPUs finds the request, and one behind the last key would be none.
+    It does the work of a Triton kernel of vLLM and has its argument names. Under decode context parallelism the ranges
+    refer to this rank's keys. A query that sees no key gets the range (0, 0) instead of an empty range at its request's
+    start. vLLM's indexer for CPUs looks up the request at the start, and a start after the last key has no request.
     """
     device = query_start_loc.device
     key = torch.arange(token_to_seq.shape[0], device=device)
@@ -304,11 +305,11 @@ def build_prefill_chunk_metadata(
     cu_compressed_seq_len_ke.copy_(starts + seen)
 
 
-# What chooses by the platform
+# Functions that choose by the platform
 
 
 def _sparse_backend_on_cpu(original: Any) -> Any:
-    """vLLM's CPU platform raises an error for sparse attention; let it choose ours."""
+    """Let vLLM's CPU platform choose our sparse attention, for which it would raise an error."""
 
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
@@ -321,10 +322,10 @@ def _sparse_backend_on_cpu(original: Any) -> Any:
 
 
 def _config_on_cpu(original: Any) -> Any:
-    """vLLM's CPU platform turns chunked prompts and cached prefixes off for latents; ours take both.
+    """Keep chunked prompts and cached prefixes on for latents, which vLLM's CPU platform would turn off.
 
-    It also lets a step end within an image whose tokens see one another, which its platforms with GPUs forbid: what has
-    been computed would have seen the rest of the image nowhere.
+    That platform also lets a step end within an image whose tokens see one another. GPU platforms forbid this, because
+    the computed tokens would never see the rest of the image, and so does this function.
     """
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
@@ -341,7 +342,7 @@ def _config_on_cpu(original: Any) -> Any:
 
 
 def _rotation_on_cpu(original: Any) -> Any:
-    """vLLM 0.32's CPU operator rotates queries [T, H, D] with H > 1 wrongly; its definition in torch is right."""
+    """Use vLLM's rotary embedding in torch: vLLM 0.32's CPU operator is wrong for queries [T, H, D] with H > 1."""
 
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -354,9 +355,9 @@ def _rotation_on_cpu(original: Any) -> Any:
 
 
 def _by_names(original: Any) -> Any:
-    """`SparseAttnIndexer.forward_cpu` and `forward_hip`: the path that vLLM takes on NVIDIA GPUs, which calls by name.
+    """`SparseAttnIndexer.forward_cpu` and `forward_hip` that take vLLM's path for NVIDIA GPUs, which calls by name.
 
-    A model that writes the indexer's cache itself (DeepSeek-V4) keeps vLLM's path, whose kernels it has.
+    A model that writes the indexer's cache itself (DeepSeek-V4) keeps vLLM's path, because vLLM has its kernels.
     """
 
     def forward(
@@ -370,13 +371,13 @@ def _by_names(original: Any) -> Any:
 
 
 def _block_sizes(original: Any) -> Any:
-    """Our kernels of the indexer take pages of any size; vLLM's CPU platform wants 16 for latents."""
+    """Report page sizes in multiples of 16, which vLLM's CPU platform uses for latents. Our kernels take any size."""
     multiple_of = importlib.import_module("vllm.v1.attention.backend").MultipleOf
     return staticmethod(lambda kv_cache_spec=None: [multiple_of(16)])
 
 
 def _workspace_of_cpu(original: Any) -> Any:
-    """vLLM's GPU workers set up the manager of its workspaces; its CPU worker has none, and gets one on first use."""
+    """Set up vLLM's workspace manager on first use. GPU workers have one, but the CPU worker does not."""
     home = importlib.import_module(_WORKSPACE)
 
     def current_workspace_manager() -> Any:
@@ -389,19 +390,19 @@ def _workspace_of_cpu(original: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """One name of vLLM's: where it is, what is put there, where vLLM lacks its own, and whether that is a kernel."""
+    """A name of vLLM's with its replacement, and the platforms on which it is replaced."""
 
     owner: str  # a module, or a module:Class
     name: str
     ours: Any
-    lacking: Callable[[Any], bool]  # of vLLM's platform
-    is_kernel: bool = True  # one of the indexer's kernels, replaced on any device if the user asks for ours
-    wraps: bool = False  # `ours` makes the replacement from what it replaces
-    for_importers: bool = True  # also in the modules of vLLM that have imported the name
+    lacking: Callable[[Any], bool]  # whether vLLM's platform lacks its own
+    is_kernel: bool = True  # replaced on every device if the user requests our kernels
+    wraps: bool = False  # whether `ours` is a function from the original to the replacement
+    for_importers: bool = True  # whether to replace it also in modules of vLLM that imported it
 
 
 class Standin:
-    """A function in the place of one of vLLM's Triton kernels, which vLLM also tells what to compile beforehand."""
+    """A replacement of one of vLLM's Triton kernels. vLLM also asks kernels to compile in advance."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -411,12 +412,12 @@ class Standin:
         return self._function(*args, **kwargs)
 
     def register_warmup(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is compiled here."""
+        """Do nothing, because nothing needs compilation."""
 
 
 def _lacks_operator(library: str, name: str) -> Callable[[Any], bool]:
     def lacking(platform: Any) -> bool:
-        importlib.import_module("vllm._custom_ops")  # which loads the library
+        importlib.import_module("vllm._custom_ops")  # this import loads the library
         return not hasattr(getattr(torch.ops, library), name)
 
     return lacking
@@ -513,7 +514,7 @@ BINDINGS = (
     ),
 )  # fmt: skip
 
-# What only DeepSeek-V4 has, which vLLM serves on a CPU if Triton has a compiler for it.
+# Bindings for DeepSeek-V4 only. vLLM itself serves it on a CPU if Triton has a compiler for the CPU.
 V4 = (
     Binding(
         "vllm.v1.attention.ops.metadata", "compute_token_to_req_indices", _vllm_v4.compute_token_to_req_indices,
@@ -543,11 +544,11 @@ V4 = (
 
 
 def _of_m3(name: str) -> Callable[[Any], Any]:
-    """One of ours for MiniMax M3, whose module extends classes of vLLM that import the whole model."""
+    """A replacement from `_vllm_m3`, imported late, because it extends classes of vLLM that import the whole model."""
     return lambda original: getattr(importlib.import_module("ragged_attention.integrations._vllm_m3"), name)
 
 
-# What MiniMax M3 calls by name. vLLM has its Triton kernels on all GPUs; the steps around them it has for GPUs alone.
+# Bindings for MiniMax M3. vLLM has Triton kernels for all GPUs, and the steps around them for GPUs only.
 M3 = (
     Binding(
         f"{_M3}.common.indexer", "select_indexer_impl_cls", _of_m3("select_indexer_impl_cls"), _is_cpu, wraps=True
@@ -574,7 +575,7 @@ M3 = (
     ),
 )  # fmt: skip
 
-# What Qwen4's layers call by name, for which vLLM has kernels on all GPUs that it serves the model on.
+# Bindings for Qwen4's layers. vLLM has these kernels on all GPUs on which it serves the model.
 QSA = (
     *(
         Binding(f"{_QSA}.nvidia.ops.qsa_indexer", ours.__name__, ours, lambda platform: False)
@@ -586,7 +587,7 @@ QSA = (
     ),
 )  # fmt: skip
 
-# What is decided before a model is loaded.
+# Bindings that are needed before a model is loaded.
 PLATFORM = (
     Binding(
         "vllm.model_executor.layers.rotary_embedding.base:RotaryEmbedding", "forward_cpu", _rotation_on_cpu, _is_cpu,
@@ -596,11 +597,11 @@ PLATFORM = (
     Binding(_CPU, "check_and_update_config", _config_on_cpu, _is_cpu, is_kernel=False, wraps=True),
 )  # fmt: skip
 
-_bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, what was there, ours
+_bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, ours
 
 
 def bind(everywhere: bool = False, bindings: Sequence[Binding] = BINDINGS) -> list[str]:
-    """Put ours where vLLM lacks its own, or for all kernels if `everywhere`; the names that are bound.
+    """Bind our functions if vLLM lacks its own, or all kernels if `everywhere`; returns the bound names.
 
     Raises:
         Unsupported: vLLM has no such name.
@@ -613,7 +614,7 @@ def bind(everywhere: bool = False, bindings: Sequence[Binding] = BINDINGS) -> li
 
 
 def bind_platform() -> None:
-    """Let vLLM's platform take sparse models, and rotate queries of latent attention as their models want it."""
+    """Let vLLM's platform take sparse models, and rotate the queries of latent attention correctly."""
     for one in PLATFORM:
         _bind(one)
 
@@ -624,7 +625,7 @@ def _bind(one: Binding) -> None:
     owner = getattr(home, cls) if cls else home
     if one.name not in vars(owner):
         raise Unsupported(f"expected vLLM to have {one.owner.replace(':', '.')}.{one.name}, which ours would replace")
-    original = vars(owner)[one.name]  # not getattr, so that a static method stays one
+    original = vars(owner)[one.name]  # getattr would unwrap a static method
     if any(owner is where and one.name == name for where, name, _, _ in _bound):
         return
     ours = one.ours(original) if one.wraps else one.ours
@@ -634,13 +635,13 @@ def _bind(one: Binding) -> None:
 
 
 def _holders(name: str, value: Any) -> list[Any]:
-    """The modules of vLLM that hold a value by a name: the one that defines it, and those that have imported it."""
+    """The modules of vLLM in which `name` is `value`: the one that defines it, and those that have imported it."""
     modules = [module for path, module in [*sys.modules.items()] if path.partition(".")[0] == "vllm"]
     return [module for module in modules if vars(module).get(name) is value]
 
 
 def unbind() -> None:
-    """Put back what `bind` has replaced, also in modules of vLLM that have imported ours since."""
+    """Restore the originals that `bind` replaced, also in modules of vLLM that have imported ours since."""
     while _bound:
         owner, name, original, ours = _bound.pop()
         for place in [owner, *_holders(name, ours)]:
@@ -648,7 +649,7 @@ def unbind() -> None:
 
 
 def __getattr__(architecture: str) -> Any:
-    """The class of a model, for vLLM's registry; asking for it binds what the model needs."""
+    """The class of a model, for vLLM's registry. Getting it binds the functions that the model needs."""
     if architecture not in MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
     lists = dict.fromkeys(_M3_MODELS, (M3,)) | dict.fromkeys(_QSA_MODELS, (QSA,)) | {_V4: (BINDINGS, V4)}

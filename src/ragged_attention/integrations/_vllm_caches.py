@@ -1,7 +1,7 @@
-"""What vLLM's names for formats of caches (`--kv-cache-dtype`) store, as arguments of our operations.
+"""vLLM's cache formats (`--kv-cache-dtype`) as arguments of our operations.
 
-vLLM's cache of a layer is [blocks, K, block, content], in any order of memory. K and V of a head are side by side, and
-a scale of a row follows the row:
+vLLM's cache of a layer is [blocks, K, block, content], with any strides. K and V of a head are side by side, and each
+row's scale follows the row:
 
     fp8, and the model's own dtype        [K | V]
     ..._per_token_head                    [K | scale | V | scale], a scale is a float32
@@ -18,7 +18,7 @@ import torch
 
 from ragged_attention.errors import Unsupported
 
-SCALE = torch.float32.itemsize  # bytes of the scale of a row
+SCALE = torch.float32.itemsize  # bytes of a row's scale
 GROUP = 16  # columns that share a scale in `nvfp4`
 
 
@@ -26,25 +26,25 @@ GROUP = 16  # columns that share a scale in `nvfp4`
 class CacheKind:
     """A format of vLLM's caches."""
 
-    codes: torch.dtype | None  # what elements of pages are; None: vLLM's tensor has their dtype already
-    columns: int = 1  # of a head in one element
-    has_layer_scales: bool = False  # whether the layer has scales, for all of its rows or for those of a head
+    codes: torch.dtype | None  # the dtype of page elements; None: that of vLLM's tensor
+    columns: int = 1  # columns per element
+    has_layer_scales: bool = False  # whether the layer has scales for all rows or per head
     has_row_scales: bool = False  # whether a scale follows each row
-    has_group_scales: bool = False  # whether scales of groups of columns follow the codes of a block
-    is_rotated: bool = False  # whether rows are stored as `_vllm_rotation` turns them
+    has_group_scales: bool = False  # whether group scales follow the codes of a block
+    is_rotated: bool = False  # whether rows are stored rotated (`_vllm_rotation`)
 
     def head_size_multiple(self) -> int:
-        """What head sizes are multiples of."""
+        """The number of which head sizes must be multiples."""
         return GROUP if self.has_group_scales else SCALE * self.columns if self.has_row_scales else 1
 
     @property
     def keeps_scales(self) -> bool:
-        """Whether the cache has scales of its own."""
+        """Whether the cache itself stores scales."""
         return self.has_row_scales or self.has_group_scales
 
 
 PLAIN = ("auto", "float16", "bfloat16")
-# vLLM stores 8-bit floats as bytes, and names their dtype apart. Its e4m3 is float8_e4m3fnuz on AMD's MI300, and
+# vLLM stores 8-bit floats as bytes, and names their dtype separately. Its e4m3 is float8_e4m3fnuz on AMD's MI300, and
 # float8_e4m3fn on all other devices.
 E4M3 = importlib.import_module("vllm.platforms").current_platform.fp8_dtype()
 FP8 = {"fp8": E4M3, "fp8_e4m3": E4M3, "fp8_e5m2": torch.float8_e5m2}
@@ -69,7 +69,7 @@ class Stored(NamedTuple):
 
 
 def stored(kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int, layer: Any = None) -> Stored:
-    """A cache in vLLM's shape as pages [P, G, K, D] and [P, G, K, D_v] with their scales, without a layer's own."""
+    """A cache in vLLM's shape as pages [P, G, K, D] and [P, G, K, D_v] with scales; a layer adds its own scales."""
     kind = KINDS[kv_cache_dtype]
     scales = (layer._k_scale, layer._v_scale) if kind.has_layer_scales and layer is not None else (None, None)
     if kind.has_group_scales:
@@ -109,7 +109,7 @@ def _by_block(kv_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: tor
 
 
 def customized(spec: Any) -> Any:
-    """vLLM's description of a layer's cache, with the room that scales and packed codes take."""
+    """vLLM's description of a layer's cache, with the size that scales and packed codes take."""
     kind = KINDS.get(spec.kv_quant_mode.name.lower())
     if kind is None or not kind.keeps_scales or spec.state_content_bytes is not None:
         return spec
@@ -121,7 +121,7 @@ def customized(spec: Any) -> Any:
 
 
 def refusal(kv_cache_dtype: str, head_size: int) -> str | None:
-    """Why heads of a size cannot be stored in a format, None if they can."""
+    """Why a format cannot store heads of this size, or None if it can."""
     multiple = KINDS[kv_cache_dtype].head_size_multiple()
     if head_size % multiple:
         return (

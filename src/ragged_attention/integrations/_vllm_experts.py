@@ -1,6 +1,6 @@
 """The experts of MiniMax M3 on a CPU, for `_vllm_bindings`: vLLM's operator computes them, but its classes refuse them.
 
-Each function makes the replacement of a method of vLLM's classes from what it replaces.
+Each function takes a method of vLLM's classes and returns its replacement.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ _ACTIVATION = (7.0, 1.702, 1.0)  # the limit, the slope and the offset that vLLM
 
 
 def supports_activation(original: Any) -> Any:
-    """vLLM's operator takes the activation if the rows of its two halves alternate."""
+    """Accept the activation, which vLLM's operator supports if the rows of its two halves alternate."""
     return staticmethod(lambda activation: _is_of_halves(activation) or original.__func__(activation))
 
 
 def pad_moe_intermediate(original: Any) -> Any:
-    """Let the rows of each expert's two halves alternate, when its weights have been loaded."""
+    """Make the rows of each expert's two halves alternate, after its weights have been loaded."""
 
     def pad(self: Any, layer: Any) -> None:
         original(self, layer)
@@ -36,7 +36,7 @@ def pad_moe_intermediate(original: Any) -> Any:
 
 
 def apply(original: Any) -> Any:
-    """Call the activation by the name by which vLLM's operator knows it."""
+    """Pass the activation under the name that vLLM's operator uses."""
 
     def apply_experts(self: Any, *arguments: Any, activation: Any, **named: Any) -> Any:
         known = type(activation).SWIGLUOAI if _is_of_halves(activation) else activation
@@ -46,7 +46,7 @@ def apply(original: Any) -> Any:
 
 
 def compute_routing(original: Any) -> Any:
-    """Route by sigmoids and a bias without groups, which vLLM's router for CPUs has with groups alone."""
+    """Route by sigmoids and a bias without groups. vLLM's CPU router supports this only with groups."""
 
     def route(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *rest: Any, **named: Any) -> Any:
         if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function is not None:
@@ -63,5 +63,5 @@ def compute_routing(original: Any) -> Any:
 
 
 def _is_of_halves(activation: Any) -> bool:
-    """Whether it is the one of MiniMax M3: the gate in the first half of an expert's rows."""
+    """Whether the activation is MiniMax M3's, with the gate in the first half of an expert's rows."""
     return activation is type(activation).SWIGLUOAI_UNINTERLEAVE

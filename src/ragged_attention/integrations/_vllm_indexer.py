@@ -1,9 +1,9 @@
-"""Whether sparse models of vLLM use our indexer: where vLLM has none for the device, or where the user asks."""
+"""Whether vLLM's sparse models use our indexer: if vLLM has none for the device, or if the user requests it."""
 
 import importlib
 from typing import Any
 
-asked = False  # by `register(indexer=True)` or the variable, for devices that vLLM has an indexer for
+asked = False  # set by `register(indexer=True)` or the environment variable, for devices with an indexer of vLLM's
 
 
 def lacking(platform: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The same bits in every batch, where vLLM's own variable asks for them."""
+"""Batch-invariant results, if vLLM's own environment variable requests them."""
 
 import contextlib
 import os
@@ -10,10 +10,10 @@ _INVARIANT = use_backend(batch_invariant=True)
 
 
 def is_batch_invariant() -> bool:
-    """Whether vLLM's own variable asks for results that do not depend on the rest of the batch."""
+    """Whether vLLM's environment variable requests batch-invariant results."""
     return os.environ.get("VLLM_BATCH_INVARIANT", "0") == "1"
 
 
 def as_vllm_asks() -> contextlib.AbstractContextManager[Any]:
-    """The context of an attention call, which is batch-invariant if vLLM asks for it."""
+    """A context in which attention calls are batch-invariant if vLLM requests it."""
     return _INVARIANT if is_batch_invariant() else contextlib.nullcontext()

@@ -1,9 +1,9 @@
-"""MiniMax M3 in vLLM: attention to blocks of keys and their selection by ours, and on CPUs the steps around them.
+"""MiniMax M3 in vLLM: our selection of blocks, our attention to them, and on CPUs also the steps around them.
 
 vLLM's layer writes keys, values and index keys into their caches, calls an indexer, which writes the blocks of each
-token and KV head into a buffer, and then attention, which reads them there. Ours are such an indexer and such an
-attention. Each is one call for prompts, chunks, decodes and drafts together, by the tables of `RAGGED`, and takes pages
-of any size, where vLLM's kernels want a page to be a block.
+token and KV head into a buffer, and then calls attention, which reads them there. This module has such an indexer and
+such an attention. Each is one call for prompts, chunks, decodes and drafts together, by the tables of `RAGGED`, and
+takes pages of any size, whereas vLLM's kernels need pages of one block.
 """
 
 import importlib
@@ -28,7 +28,7 @@ INDEX_CACHES = ("bf16", "fp8", "fp8_e4m3")
 class BlocksMetadataBuilder(RaggedMetadataBuilder):
     """The tables of `RAGGED`, for layers without masks of their own."""
 
-    _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH  # as vLLM's own, so that other steps keep their breaks
+    _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH  # vLLM's own value, so graphs break at equal steps
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
@@ -38,11 +38,11 @@ class BlocksMetadataBuilder(RaggedMetadataBuilder):
             )
 
     def _make_ranges(self, metadata: RaggedMetadata) -> None:
-        """What a token sees is in its lists."""
+        """Make none: lists determine what a token sees."""
 
 
 def _step_of(layer: str) -> RaggedMetadata | None:
-    """The tables of the step of a layer; None in vLLM's profiling run."""
+    """The tables of a layer's step, or None in vLLM's profiling run."""
     steps = _context.get_forward_context().attn_metadata
     return steps[layer] if isinstance(steps, dict) else None
 
@@ -163,13 +163,13 @@ def select_main_backend_and_impl_cls(
     return RaggedM3Backend, RaggedM3Impl
 
 
-# The steps around them, of which vLLM has kernels for GPUs alone
+# The steps around attention, for which vLLM has only GPU kernels
 
 
 def gemma_norm(
     self: Any, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The norm of rows, whose factor is 1 + weight; with a residual, of the sum, which is returned too."""
+    """The RMS norm of rows, with the factor 1 + weight. With a residual it normalises the sum, and returns that too."""
     if residual is None:
         return _normed(x, self.weight, self.variance_epsilon).to(x.dtype)
     whole = x.float() + residual.float()
@@ -206,8 +206,8 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
     """Normalise and rotate the heads of a step, and write keys, values and index keys into their caches.
 
     Args:
-        qkv: [tokens, H * D + 2 * K * D], and in sparse layers [index_q | index_k] behind, one head of index keys. Keys
-            are changed in place, and so are queries without a place of their own, `q_out` and `index_q_out`.
+        qkv: [tokens, H * D + 2 * K * D]; in sparse layers [index_q | index_k] follow, with one head of index keys. Keys
+            are changed in place, and so are queries if `q_out` and `index_q_out` are not given.
         slot_mapping, index_slot_mapping: [tokens] or fewer; -1 is skipped. One serves both caches if there is no other.
         kv_cache: [blocks, K, block, 2 * D].
         index_cache: [blocks, block, D], bfloat16 or e4m3.
@@ -243,7 +243,7 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers in another dtype, of which e4m3 has no infinity."""
+    """Numbers converted to another dtype, saturated for e4m3, which has no infinity."""
     largest = torch.finfo(dtype).max
     return x.float().clamp(-largest, largest).to(dtype)
 
@@ -254,7 +254,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Float32 heads, of whose first columns the halves are turned."""
+    """Float32 heads with rotary embedding of the first columns, in pairs across their two halves."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,8 +1,8 @@
-"""What the tokens of a step see in a decoder's layers, as `key_ranges`: made once a step for all layers that agree.
+"""The keys that a step's tokens see in a decoder's layers, as `key_ranges`, made once for all layers with equal masks.
 
-vLLM's rule for a query: the keys up to its own, or all of them, as the request is causal or not; of these, those in its
-window, or in its chunk and some before it, or in the prompt and a window; and the whole of each span of images in which
-it lies. Plain causal attention, with a window or without, and attention to all keys need no ranges.
+In vLLM, a query of a causal request sees the keys up to its own, and one of another request all keys. A window limits
+these, or a chunk with some chunks before it, or the prompt with a window. A query within an image's span also sees the
+whole span. Plain causal attention, with or without a window, and attention to all keys need no ranges.
 """
 
 import dataclasses
@@ -24,23 +24,23 @@ from ragged_attention.key_ranges import (
 
 
 class Mask(NamedTuple):
-    """What of a layer decides about what its queries see."""
+    """The properties of a layer that decide which keys its queries see."""
 
     sliding_window: int | None = None
-    chunk_lookback: int = -1  # chunks before the query's own that it sees; -1: the window is not one of chunks
+    chunk_lookback: int = -1  # visible chunks before the query's own; -1: there are no chunks
     has_spans: bool = True  # whether tokens of an image see one another, if the model has spans
-    clamp_spans: bool = False  # whether the window bounds what a span adds
+    clamp_spans: bool = False  # whether the window also limits spans
 
     @property
     def chunk(self) -> int | None:
-        """The size of a chunk, if there are any."""
+        """The size of a chunk, or None without chunks."""
         if self.chunk_lookback < 0 or self.sliding_window is None:
             return None
         return self.sliding_window // (self.chunk_lookback + 1)
 
 
 class ModelMasks(NamedTuple):
-    """What a model's configuration says about all of its layers."""
+    """The properties of a model's configuration that affect the masks of all layers."""
 
     has_spans: bool = False
     prefix_window: int | None = None  # R-SWA: the window of queries that see the prompt as well
@@ -52,24 +52,24 @@ class ModelMasks(NamedTuple):
 
 @dataclasses.dataclass
 class StepMasks:
-    """The `key_ranges` of a step by a layer's `Mask`; `places` are the builder's, where ranges of all steps lie."""
+    """The `key_ranges` of a step for each `Mask`. `places` are the builder's tensors for the ranges of all steps."""
 
     cu_q_lens: torch.Tensor
     kv_lens: torch.Tensor
     num_tokens: int
     causal: bool | torch.Tensor  # a tensor has a flag for each request
-    spans: torch.Tensor | None  # [S, N, 2], those that queries of this step may lie in; None: the model has none
-    prefix_lens: torch.Tensor | None  # of requests under R-SWA, then with its window
+    spans: torch.Tensor | None  # [S, N, 2], spans that may contain queries of this step; None: the model has none
+    prefix_lens: torch.Tensor | None  # of requests under R-SWA, with `prefix_window`
     prefix_window: int | None
     places: dict[Any, torch.Tensor]
-    most_tokens: int  # of a step
+    most_tokens: int  # the maximum number of tokens in a step
     made: dict[Mask, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
     def of(self, mask: Mask) -> torch.Tensor | None:
-        """The ranges of the layers with a mask; None if `causal` and `sliding_window` say what they see.
+        """The ranges of the layers with this mask; None if `causal` and `sliding_window` express it.
 
-        Whether there are any does not depend on the requests, except by `causal`, because a graph is replayed for
-        others than it was captured with. For the same reason all steps have theirs at one address.
+        Whether there are ranges does not depend on the requests, except through `causal`, because a captured graph is
+        replayed for other requests. For the same reason, the ranges of all steps have the same address.
         """
         if mask not in self.made:
             self.made[mask] = self._placed(mask, self._ranges(mask)) if self._needs_ranges(mask) else None
@@ -77,7 +77,7 @@ class StepMasks:
 
     def _needs_ranges(self, mask: Mask) -> bool:
         is_bounded = mask.sliding_window is not None or self.prefix_lens is not None
-        if self.causal is False:  # otherwise all keys are seen, in spans or not
+        if self.causal is False:  # without a bound all keys are visible, whatever the spans
             return is_bounded
         has_spans = mask.has_spans and self.spans is not None
         others = mask.chunk is not None or has_spans or self.prefix_lens is not None
@@ -85,7 +85,7 @@ class StepMasks:
 
     def _placed(self, mask: Mask, ranges: torch.Tensor) -> torch.Tensor:
         tokens, *rest = ranges.shape
-        if tokens > self.most_tokens:  # no graph is so large
+        if tokens > self.most_tokens:  # no captured graph is so large
             return ranges
         if (mask, *rest) not in self.places:
             self.places[mask, *rest] = ranges.new_empty(self.most_tokens, *rest)
@@ -110,7 +110,7 @@ class StepMasks:
             seen = _intersected(seen, window_ranges(*step, left=window - 1, right=window - 1))
         if not mask.has_spans or self.spans is None or not self.spans.shape[1]:
             return seen
-        # The query's own key, which all masks have, and with it the spans: so each touches what is seen, and they join.
+        # `span` holds the query's own key and its spans. Every mask has the own key, so both ranges overlap and join.
         span = span_ranges(*step, spans=self.spans, sliding_window=1)
         if mask.clamp_spans and window is not None:
             span = _intersected(span, window_ranges(*step, left=window - 1))
@@ -120,7 +120,7 @@ class StepMasks:
 
 
 def _intersected(ranges: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """What lies in both; either may have one range for each query."""
+    """The intersections of ranges; either operand may have one range per query."""
     return torch.stack(
         [torch.maximum(ranges[..., 0], others[..., 0]), torch.minimum(ranges[..., 1], others[..., 1])], -1
     )
@@ -129,8 +129,8 @@ def _intersected(ranges: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
 def spans_of_step(common: Any) -> torch.Tensor:
     """The spans [S, N, 2] of vLLM's step in which queries of the step may lie.
 
-    vLLM names all spans of a request in every step. The host knows no more than a bound of the length of a request that
-    decodes, but there the bound only moves the queries further behind the prompt, in which all spans lie.
+    vLLM lists all spans of a request in every step. For a decoding request, the host knows only an upper bound of its
+    length. This does no harm: all spans lie in the prompt, and the bound only moves the queries further after it.
     """
     starts, longest = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
     of_requests: dict[int, list[tuple[int, int]]] = {}

@@ -30,7 +30,7 @@ _mla: Any = importlib.import_module("vllm.model_executor.layers.attention.mla_at
 CACHE_FORMATS = dict.fromkeys(PLAIN, "plain") | {"fp8_ds_mla": "fp8_v32"}
 SCALED = ("fp8", "fp8_e4m3")  # e4m3 with one scale per layer
 
-# vLLM puts requests of up to this number of tokens first and counts them as decodes. With latents of 512 columns and
+# vLLM puts requests of up to this number of tokens first and treats them as decodes. With latents of 512 columns and
 # heads of 128, a head needs 512 * 256 products to compute a key and value, and then 320 products per query; with the
 # latent it needs 1088 per query. So for fewer than 170 queries latents are cheaper, and they are read in place.
 ABSORBED = 128
@@ -233,7 +233,7 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         position = token - chunk.cu_seq_lens[sequence] + chunk.starts[sequence]
         page_size = cache.shape[1]
         page = page_indices[sequence, position // page_size].long()
-        if self.kv_cache_dtype in SCALED:  # as bytes, since some of torch's devices cannot index 8-bit floats
+        if self.kv_cache_dtype in SCALED:  # as bytes, because some torch devices cannot index 8-bit floats
             codes = cache.view(torch.uint8)[page, position % page_size].view(FP8[self.kv_cache_dtype])
             return (codes.float() * k_scale).to(dtype)
         rows = cache[page, position % page_size]

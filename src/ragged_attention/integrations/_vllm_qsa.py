@@ -1,9 +1,9 @@
-"""Qwen4's sparse attention (QSA) in vLLM: what its layers call by name for groups of keys and attention to them.
+"""Qwen4's sparse attention (QSA) in vLLM: functions that its layers call to select groups of keys and attend to them.
 
-The layer's indexer keeps one key for each group of `compress_ratio` tokens, and selects groups by these; vLLM makes the
-tokens of a group of them, and adds those after the last whole group. Attention then reads single tokens. The functions
-have vLLM's names and arguments. They take neither lengths nor positions, only how many groups a query sees and the
-request of each token.
+The layer's indexer keeps one key for each group of `compress_ratio` tokens, and selects groups by these keys. vLLM then
+lists the tokens of the selected groups and those after the last whole group, and attention reads single tokens. The
+functions have vLLM's names and arguments. They take neither lengths nor positions, only the number of groups that each
+query sees and the request of each token.
 """
 
 import torch
@@ -30,8 +30,8 @@ def qsa_select_paged_decode(
         q: [R * decode_query_len, H, D], the queries of the requests, one after another.
         k_cache: [P, G, 1, D] of q's dtype, a key for each group.
         page_table: i32 [R, M].
-        visible_blocks: i32 [tokens], how many groups each query sees.
-        token_topk: how many tokens are selected, `compress_ratio` for each group.
+        visible_blocks: i32 [tokens], the number of groups that each query sees.
+        token_topk: the number of selected tokens, `compress_ratio` for each group.
         block_indices: i32 [tokens, token_topk / compress_ratio], written.
     """
     edges = torch.arange(page_table.shape[0] + 1, dtype=torch.int32, device=q.device) * decode_query_len
@@ -50,7 +50,7 @@ def qsa_select_paged_prefill(
     block_indices: torch.Tensor,
     max_seq_len: int,
 ) -> None:
-    """The same for requests of any lengths; `query_start_loc` i32 [R + 1] begins with the first row of q."""
+    """`qsa_select_paged_decode` for requests of any lengths; `query_start_loc` i32 [R + 1] starts at q's first row."""
     edges = query_start_loc - query_start_loc[0]
     _select(q, k_cache, page_table, edges, visible_blocks, compress_ratio, block_indices)
 
@@ -64,7 +64,7 @@ def _select(
     compress_ratio: int,
     block_indices: torch.Tensor,
 ) -> None:
-    weights = torch.ones(q.shape[:2], device=q.device)  # the sum of the heads' positive products, as it is
+    weights = torch.ones(q.shape[:2], device=q.device)  # the plain sum of the heads' positive products
     lengths = lengths_of(visible_blocks, edges, compress_ratio)
     with as_vllm_asks():
         selected = indexer_topk(
@@ -75,16 +75,16 @@ def _select(
 
 
 def lengths_of(visible_blocks: torch.Tensor, edges: torch.Tensor, compress_ratio: int) -> torch.Tensor:
-    """Lengths i32 [R] of requests under which each query sees the whole groups that `visible_blocks` counts for it.
+    """Lengths i32 [R] of requests with which each query sees as many whole groups as `visible_blocks` says.
 
-    A query that is k tokens before its request's last one, and sees n groups, means a length of at least
+    A query that is k tokens before its request's last one, and sees n groups, implies a length of at least
     `n * compress_ratio + k`. The largest of these bounds is no more than the length itself, so it lets every query see
     as many groups as the length does.
     """
     requests = edges.shape[0] - 1
     token = torch.arange(visible_blocks.shape[0], dtype=torch.int32, device=edges.device)
     request = torch.searchsorted(edges[1:], token, right=True)
-    # Rows after the last request are padding, which belongs to a request that nobody asks for.
+    # Rows after the last request are padding. They get an extra request, which is dropped.
     stops = torch.cat((edges[1:], edges[-1:]))
     bounds = visible_blocks * compress_ratio + stops[request] - 1 - token
     lengths = torch.zeros(requests + 1, dtype=torch.int32, device=edges.device)
@@ -109,13 +109,13 @@ def qsa_sparse_paged_attention(
 
     Args:
         q: [T, H, D].
-        k_cache, v_cache: [P, G, K, D] in any order of memory, of q's dtype or e4m3.
-        logical_indices: i32 [T, N + 1], positions in the token's request, and in the last column how many of the N hold
-            one. -1, and positions or pages outside the table, name nothing.
+        k_cache, v_cache: [P, G, K, D] with any strides, of q's dtype or e4m3.
+        logical_indices: i32 [T, N + 1], positions in the token's request; the last column has the number of valid
+            positions. -1, and positions or pages outside the table, select nothing.
         block_table: i32 [R, M].
-        token_to_req: i32 [T]; a number outside [0, R) is of a row without keys.
-        use_prefill_config: whether some request has more queries than a decode has.
-        out: [T, H, D], written and returned; a new tensor with None.
+        token_to_req: i32 [T]; a row with a number outside [0, R) sees no keys.
+        use_prefill_config: whether some request has more queries than a decode.
+        out: [T, H, D], written and returned; if None, a new tensor is returned.
         k_scale, v_scale: the scales of e4m3.
         output_gate: as many numbers as q has.
     """

@@ -1,6 +1,6 @@
-"""vLLM's decode context parallelism: which positions of a cache are this rank's, and the exchange with the others.
+"""vLLM's decode context parallelism: the positions that this rank's cache holds, and the exchange with other ranks.
 
-vLLM deals the positions of a request among the ranks of a group, which hold the same KV heads and different query
+vLLM divides the positions of a request among the ranks of a group, which hold the same KV heads and different query
 heads. A rank attends from all query heads to its own positions; the results are merged by their lse, and each rank
 keeps its own query heads.
 """
@@ -19,7 +19,7 @@ from ragged_attention.calls.sharding import KvShard
 class Ranks:
     """The ranks that share the cache of a group of layers."""
 
-    shard: KvShard  # the rule that deals positions, with this rank
+    shard: KvShard  # the rule that divides positions, with this rank
     group: Any  # vLLM's group
     combine: Callable[..., Any]  # vLLM's exchange of partial results
 
@@ -28,15 +28,15 @@ class Ranks:
         return self.group.all_gather(q.contiguous(), dim=1)
 
     def merged(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention from all heads to this rank's keys as attention from this rank's heads to the keys of all."""
+        """The attention of this rank's heads to all ranks' keys, from that of all heads to this rank's keys."""
         out, lse = self.combine(out, lse, self.group, return_lse=True)
         return out, lse.contiguous()
 
 
 def ranks_of(kv_cache_spec: Any, vllm_config: Any) -> Ranks | None:
-    """The ranks that share the cache of a group of layers; None if this one holds all of it."""
+    """The ranks that share the cache of a group of layers, or None if this rank holds all of it."""
     parallel = vllm_config.parallel_config
-    # A draft model may keep the whole of its small cache on every rank.
+    # A draft model may keep its whole cache, which is small, on every rank.
     if parallel.decode_context_parallel_size == 1 or not getattr(kv_cache_spec, "dcp_sharded", True):
         return None
     group = importlib.import_module("vllm.distributed.parallel_state").get_dcp_group()

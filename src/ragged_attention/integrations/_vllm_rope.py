@@ -1,8 +1,8 @@
-"""vLLM's fused steps before attention: the rotary embedding with the cache update, with norms of heads or without.
+"""vLLM's fused steps before attention: rotary embedding and cache update, with or without head norms.
 
-vLLM's compiler passes find these steps in a model's graph and ask the layer's implementation whether it has them in
-one. Rotated keys go to the cache only, so a layer that also attends to the keys of the step itself has no fused steps.
-Nor has a layer whose cache keeps scales with its rows.
+vLLM's compiler passes find these steps in a model's graph and ask the layer's implementation whether it offers a fused
+version. Rotated keys are written to the cache only, so a layer that also attends to the step's own keys has no fused
+steps. A layer whose cache stores scales has none either.
 """
 
 import abc
@@ -43,12 +43,12 @@ class FusedRope(abc.ABC):
 
         Args:
             layer: vLLM's layer, with the scales of an 8-bit cache.
-            query: [tokens, H, D], or [tokens, H * D]; rows after the last slot are padding and stay as they are.
+            query: [tokens, H, D], or [tokens, H * D]; rows after the last slot are padding and stay unchanged.
             key, value: [tokens, K, D] and [tokens, K, D_v], or flat. The rotated keys are in the cache only.
             positions: [tokens].
             cos_sin_cache: [positions, R], cosines before sines.
             is_neox: whether pairs are the halves of the rotary columns; otherwise they are adjacent columns.
-            kv_cache: [blocks, K, block, D + D_v] in any order of memory.
+            kv_cache: [blocks, K, block, D + D_v] with any strides.
             layer_slot_mapping: [tokens]; -1 is skipped.
         """
         rows = query.view(query.shape[0], self.num_heads, self.head_size)

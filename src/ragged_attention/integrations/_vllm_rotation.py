@@ -1,6 +1,6 @@
-"""The rotation of rows in vLLM's `int4_per_token_head`: signs of columns, then a Hadamard transform, not normalised.
+"""The rotation of rows in vLLM's `int4_per_token_head`: column signs, then a Hadamard transform without normalisation.
 
-No outlier stays alone in its column then, and most rows have numbers of both signs, which their zero points need.
+It spreads outliers over all columns, and gives most rows numbers of both signs, which their zero points need.
 """
 
 import functools
@@ -15,7 +15,7 @@ def rotated(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotated_back(x: torch.Tensor) -> torch.Tensor:
-    """What `rotated` made x of, in float32."""
+    """The inverse of `rotated`, in float32."""
     matrix = _matrix(norm(x.shape[-1]), x.device)
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix.T).flatten(-2) / len(matrix)
 
@@ -27,7 +27,7 @@ def norm(head_size: int) -> int:
 
 @functools.cache
 def _matrix(size: int, device: torch.device) -> torch.Tensor:
-    """The rotation of `size` columns, f32 [size, size], of a row from the left.
+    """The rotation of `size` columns, f32 [size, size]; a row is multiplied from the left.
 
     vLLM draws the signs from torch's generator for CPUs, on every device, so other seeds would not read its caches. It
     loads models with another default device.

@@ -1,7 +1,7 @@
 """The backend `RAGGED_SPARSE_MLA`: latent attention over the positions that the model's indexer selects.
 
 Each query token has its own list, so prefill and decode are treated alike, and requests need no order. Under context
-parallelism a rank attends to those of the selected positions that it holds.
+parallelism a rank attends to the selected positions that it holds.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class RaggedSparseMLAMetadata(_vllm.AttentionMetadata):
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     request_of_token: torch.Tensor
-    shard: KvShard | None  # the rule by which ranks share the cache, if this one does not hold all of it
+    shard: KvShard | None  # the rule by which ranks share the cache, if this rank does not hold all of it
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
@@ -80,7 +80,7 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
 
     is_sparse = True
     supports_dense_mha_prefill = False
-    # What a draft may see is in its list, so the cache may be dealt out in any way.
+    # A draft's list determines what it sees, so the cache may be divided in any way.
     supports_mtp_with_cp_non_trivial_interleave_size = True
     masked_mha_available = False
 
@@ -91,7 +91,7 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def record_logical_topk_ready(self) -> None:
-        """Do nothing where vLLM's own backends, told that the indexer has run, start work on another stream."""
+        """Do nothing. vLLM's own backends start work on another stream here, after the indexer has run."""
 
     def forward_mqa(
         self,
@@ -109,8 +109,8 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
             layer: not read.
 
         Returns:
-            out [tokens, H, L] and lse [tokens, H] float32, natural, with which vLLM merges ranks; 0 and -inf for a
-            token of whose list this rank holds nothing.
+            out [tokens, H, L] and lse [tokens, H] float32, natural, by which vLLM merges ranks; 0 and -inf for a
+            token if this rank holds nothing of its list.
         """
         q = joined(q)
         positions = self.topk_indices_buffer[: q.shape[0]]
@@ -123,7 +123,7 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         keywords: dict[str, Any] = dict(
             indices=slots.unsqueeze(1), d_v=self.kv_lora_rank, sm_scale=self.scale, cache_format=cache_format
         )
-        # With few tokens `mla_decode` divides a list among programs, and so adds in another order than a prefill does.
+        # With few tokens `mla_decode` divides a list among programs, so its order of sums differs from a prefill's.
         divided = attn_metadata.max_query_len == 1 and not is_batch_invariant()
         with as_vllm_asks():
             if divided:
@@ -151,7 +151,7 @@ RaggedSparseMLAImpl.BACKEND = RaggedSparseMLABackend
 def slots_of_tokens(
     positions: torch.Tensor, request_of_token: torch.Tensor, page_indices: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """The cache slots of positions [T, N] in the requests of their tokens; -1 stands for none in both.
+    """The cache slots of positions [T, N] in the requests of their tokens; -1 means no position and no slot.
 
     The tables of all requests are joined, as if one request had all positions. So one call serves any query lengths,
     and no table is copied for each token.

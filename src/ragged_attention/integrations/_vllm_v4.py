@@ -1,7 +1,7 @@
-"""What DeepSeek-V4 needs of vLLM on a CPU, for `_vllm_bindings`: attention, and the tables of a step.
+"""Replacements for DeepSeek-V4 in vLLM on a CPU, for `_vllm_bindings`: attention, and the tables of a step.
 
-vLLM has the model and its operators for CPUs, but makes the tables of a step by Triton kernels, for which no package of
-vLLM has a compiler on a CPU. The functions here take the place of those kernels and have the names of their arguments.
+vLLM has the model and its operators for CPUs, but makes the tables of a step with Triton kernels, and no vLLM package
+has a Triton compiler for CPUs. The functions here replace those kernels and have their argument names.
 """
 
 import importlib
@@ -11,7 +11,7 @@ import torch
 
 from ragged_attention.torch import mla_decode, page_indices_to_slots
 
-_ROW_BYTES = 584  # of a token in the cache, format fp8_v4
+_ROW_BYTES = 584  # bytes of a token in the cache, format fp8_v4
 
 
 # The tables of a step
@@ -20,7 +20,7 @@ _ROW_BYTES = 584  # of a token in the cache, format fp8_v4
 def compute_token_to_req_indices(
     query_start_loc: torch.Tensor, out: torch.Tensor, num_mapped_tokens: int, num_tokens: int
 ) -> torch.Tensor:
-    """Write the request of each token into `out`, 0 for those after the mapped ones; the part that is written."""
+    """Write the request of each token into `out`, 0 after the last mapped token; returns the written part."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=out.device)
     request = torch.searchsorted(query_start_loc[1:], token, right=True, out_int32=True)
     request.clamp_(max=query_start_loc.shape[0] - 2)
@@ -38,9 +38,9 @@ def compressed_slot_mapping(
     dcp_world_size: int,
     cp_interleave: int,
 ) -> None:
-    """Write where the compressed entries of the tokens go that complete one; -1 stays for the others.
+    """Write the slot of the compressed entry that a token completes; other tokens keep -1.
 
-    A token without a slot of its own writes no entry either. `block_size` counts compressed entries. Under decode
+    A token without a slot writes no entry. `block_size` counts compressed entries. Under decode
     context parallelism the positions in the tables are those of this rank.
     """
     token, request, position = _tokens(query_start_loc, seq_lens, block_table.shape[0])
@@ -70,11 +70,11 @@ def compute_swa_indices_and_lens(
     token_offset: int,
     has_image: bool = False,
 ) -> None:
-    """Write the slots of each token's window, in order, then -1, and their number; 0 for a token that is padding.
+    """Write the slots of each token's window, in order, then -1, and the number of slots, 0 for padding tokens.
 
     Args:
         swa_indices: i32 [>= num_tokens, 1, >= index_width], written from the first row.
-        left_visible, right_visible: i32, read if `has_image`: how far tokens of an image see to both sides.
+        left_visible, right_visible: i32, read if `has_image`: the distances to which image tokens see on each side.
         token_offset: the token of the first row.
     """
     token = torch.arange(token_offset, token_offset + num_tokens, device=swa_indices.device)
@@ -103,7 +103,7 @@ def compute_prefill_metadata(
     num_decodes: int,
     window_size: int,
 ) -> None:
-    """Write how many keys the new tokens of each prefill see in all: those of the step, and of the window before."""
+    """Write the number of keys that each prefill's new tokens see in total, in the step and in the window before it."""
     prefills = slice(num_decodes, num_decodes + num_prefills)
     new = query_start_loc.diff()[prefills]
     before = (seq_lens[prefills] - new - replay_start[prefills]).clamp(0, window_size - 1)
@@ -113,14 +113,14 @@ def compute_prefill_metadata(
 def _tokens(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, requests: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens of a step, their requests, and their positions in them."""
+    """The tokens of a step, the request of each, and its position in that request."""
     token = torch.arange(int(query_start_loc[requests]), device=query_start_loc.device)
     request = torch.searchsorted(query_start_loc[1 : requests + 1], token, right=True)
     return token, request, seq_lens[request] - query_start_loc[request + 1] + token
 
 
 def all_kinds_of_layers(original: Any) -> Any:
-    """vLLM 0.32's builder for CPUs forgets two kinds of layers, which V4 does not have, and then asks for them."""
+    """Add two kinds of layers, absent in V4, that vLLM 0.32's builder for CPUs omits and later looks up."""
 
     def build_tile_scheduler(self: Any, num_decode_tokens: int) -> dict[str, Any]:
         return {"c1a": None, "c2a": None} | original(self, num_decode_tokens)
@@ -132,7 +132,7 @@ def all_kinds_of_layers(original: Any) -> Any:
 
 
 def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
-    """A layer's attention: each token's window, and the compressed entries that it sees or its indexer has selected.
+    """A layer's attention to each token's window and to compressed entries, all visible ones or those selected.
 
     Args:
         self: vLLM's layer.
@@ -173,7 +173,7 @@ def _compressed_entries(layer: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _pages(cache: torch.Tensor) -> torch.Tensor:
-    """vLLM's cache [blocks, block, 584] as ours: pages of bytes, which need not follow on one another."""
+    """vLLM's cache [blocks, block, 584] as pages of bytes, which need not be contiguous."""
     return cache.view(torch.uint8).as_strided(
         (cache.shape[0], cache.shape[1], 1, _ROW_BYTES), (cache.stride(0), _ROW_BYTES, _ROW_BYTES, 1)
     )

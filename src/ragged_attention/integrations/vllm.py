@@ -8,10 +8,10 @@ option is enough:
 On a CPU, vLLM ignores the option. There `register(cpu=True)`, or `RAGGED_ATTENTION_VLLM_CPU=1` in the environment,
 replaces vLLM's own backends by ours.
 
-Sparse models need an indexer too. Where vLLM has none for the device, `_vllm_bindings` puts ours under the names that
-the models call, when such a model is loaded; where vLLM has its own, that stays unless `register(indexer=True)`, or
-`RAGGED_ATTENTION_VLLM_INDEXER=1`, asks for ours. MiniMax M3 and Qwen4, whose attention has no choice of backends, are
-bound in the same way, with their attention to what is selected. `unregister()` undoes all of this.
+Sparse models need an indexer too. If vLLM has none for the device, `_vllm_bindings` puts ours under the names that the
+models call, when such a model is loaded. If vLLM has its own, it stays unless `register(indexer=True)` or
+`RAGGED_ATTENTION_VLLM_INDEXER=1` requests ours. MiniMax M3 and Qwen4 offer no choice of attention backends, so their
+attention to selected keys is bound in the same way. `unregister()` undoes all of this.
 
 vLLM is imported on the first use of `RaggedAttentionBackend`, `RaggedMLABackend` or `RaggedSparseMLABackend`. They
 extend its abstract classes, whose interface changes between versions, so versions outside `TESTED` are refused.
@@ -64,7 +64,7 @@ _SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM", *_M3_MODELS)
 
 @dataclasses.dataclass
 class _Changed:
-    """What `register` has replaced in vLLM, for `unregister`."""
+    """The names that `register` has replaced in vLLM, for `unregister`."""
 
     on_cpu: bool = False
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -91,7 +91,7 @@ def register(cpu: bool | None = None, indexer: bool | None = None) -> None:
 
 
 def unregister() -> None:
-    """Put back all that `register` has replaced in vLLM, for models that are loaded from now on.
+    """Undo the replacements that `register` made in vLLM, for models that are loaded from now on.
 
     The three names stay known, and select our backends as before.
     """

@@ -84,7 +84,7 @@ def attention(
         if is_absorbed:
             raise _latent.unsupported(module, "continuous batching over another cache than its own")
         return _continuous.attend(call, cache), None
-    if query.shape[0] != key.shape[0]:  # one of them may be 1, for all rows
+    if query.shape[0] != key.shape[0]:  # either size may be 1, for all rows
         rows = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
         call = call._replace(query=query, key=key, value=value)
@@ -108,7 +108,7 @@ def attention(
     if blind is None:
         return attend(call), None
     out = attend(call._replace(query=query.masked_fill(blind[:, None, :, None], 0.0)))
-    has_sinks = s_aux is not None or others.get("sinks") is not None  # which then have all the weight
+    has_sinks = s_aux is not None or others.get("sinks") is not None  # a blind query gives sinks all its weight
     return out.masked_fill(blind[..., None, None], 0.0) if has_sinks else out, None
 
 
@@ -122,7 +122,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
     if reason is not None:
         note(call.module, "dense attention in torch", reason)
         return _dense.attend(call, _shown(call))
-    assert pattern is not None  # otherwise there is a reason
+    assert pattern is not None  # without a pattern there is a reason
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
@@ -131,7 +131,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
         note(call.module, "ragged_paged_attention")
         k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
-        if tables is not None:  # they are those of a causal operation
+        if tables is not None:  # tables for one query assume causality
             pattern, settings["relative_bias"] = pattern._replace(causal=True), tables.transpose(1, 2).flatten(0, 1)
         sinks = _layout.sinks_of_queries(call)
         operation = _layout.with_sinks(ragged_paged_attention, None if sinks is None else sinks[:, :, 0])

@@ -1,7 +1,7 @@
 """Biases of positions in calls of a layer, as the tables by distance of our operations.
 
-Models give attention a dense bias [B, H, L_q, L_k]. One that is known to follow from distance is a `DistanceBias`. Any
-other bias is taken by its numbers, as a table if there is one query, else densely.
+Models pass a dense bias [B, H, L_q, L_k] to attention. A bias that is known to follow from distance is a
+`DistanceBias`. The numbers of any other bias are used, as a table if there is one query, else densely.
 """
 
 from typing import Any
@@ -55,8 +55,8 @@ def needs_gradient(call: LayerCall) -> bool:
 def tables_of(call: LayerCall, pattern: Pattern) -> torch.Tensor:
     """The bias of a call as tables [B, H, L_q, W], or [1, H, 1, W] for all queries, of our operations.
 
-    Those of one query follow the keys that are not padding, in their order, up to the last one, and are those of a
-    causal operation. Others have the columns of a causal operation if the pattern is causal, and else as many before a
+    The table of a single query is that of a causal operation, over the keys that are not padding, in their order. Other
+    tables have the columns of a causal operation if the pattern is causal; otherwise they have as many columns before a
     query's own position as after it.
     """
     bias = _bias(call)
@@ -86,7 +86,7 @@ def _is_zero(call: LayerCall) -> bool:
     bias = _bias(call)
     if isinstance(bias, DistanceBias) or torch.compiler.is_compiling():
         return False
-    # In checkpoints the layer itself lets its zeros require a gradient, which nobody reads.
+    # Under checkpointing, the layer makes its zeros require a gradient, but nobody reads that gradient.
     if bias.requires_grad and not (bias.is_leaf and is_checkpointed(call.module)):
         return False
     known = _zeros.get(bias)

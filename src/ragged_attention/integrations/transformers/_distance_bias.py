@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from ragged_attention.errors import Unsupported
 
-# What asks about a tensor, but not for its numbers.
+# Functions that read properties of a tensor, but not its numbers.
 ABOUT = {
     torch.Tensor.size, torch.Tensor.dim, torch.Tensor.is_floating_point,
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cuda")),
@@ -116,7 +116,7 @@ def bucketed(original: Any, ours: str, kind: type) -> Any:
 
         if not _is_for_ours(self, ours, kind) or (is_checkpointed(self) and not _keeps_arguments(self)):
             return compute()
-        farthest = self.relative_attention_max_distance  # all keys from there on share a bucket
+        farthest = self.relative_attention_max_distance  # all distances from here on share a bucket
         row = original(self, 1, 2 * farthest + 1, device=device, past_seen_tokens=farthest)
         tables = Tables(row.flip(-1), farthest, past_seen_tokens)
         return DistanceBias(tables, (1, row.shape[1], query_length, key_length), compute)
@@ -129,13 +129,13 @@ def is_checkpointed(module: Any) -> bool:
 
 
 def _keeps_arguments(module: Any) -> bool:
-    """Whether checkpoints give layers their arguments again, and not copies through which all gradients flow."""
+    """Whether checkpointing passes the original arguments to layers again, not copies through which gradients flow."""
     checkpoint = getattr(module, "_gradient_checkpointing_func", None)
     return getattr(checkpoint, "keywords", {}).get("use_reentrant") is False
 
 
 def told(original: Any, ours: str, kind: type, part: str) -> Any:
-    """The replacement for `forward` of inkling's attention: it tells the module that makes the bias who attends."""
+    """The replacement for `forward` of inkling's attention: it tells the bias module whether our attention runs."""
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,7 @@ def told(original: Any, ours: str, kind: type, part: str) -> Any:
 def of_each_query(original: Any, ours: str, kind: type, told_apart: Callable[..., Any]) -> Any:
     """The replacement for `forward` of a module of class `kind` that makes the bias of inkling.
 
-    `told_apart` finds the distances [L_q, L_k] in its arguments, and changes these to ask for `_distances` only.
+    `told_apart` returns the distances [L_q, L_k], and arguments that request the bias of `_distances` only.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -185,11 +185,11 @@ def by_distances(
 
 
 def _distances(module: Any, like: torch.Tensor) -> torch.Tensor:
-    """From -1, the last distance without a bias of inkling, to `rel_extent`, the first one without it again."""
+    """The distances -1 to `rel_extent`. Inkling has a bias for those between; these two have none."""
     return torch.arange(-1, module.rel_extent + 1, device=like.device)
 
 
 def _is_for_ours(module: Any, ours: str, kind: type) -> bool:
-    """Whether attention of class `kind`, and of no subclass, which may count otherwise, is computed by ours."""
+    """Whether our attention computes a module of class `kind`; not a subclass, whose distances may differ."""
     is_ours = type(module) is kind and module.config._attn_implementation == ours
     return is_ours and not torch.compiler.is_compiling()

@@ -42,7 +42,7 @@ def _without_gathering(original: Any, ours: str) -> Any:
 
 def _refusing_latents(original: Any, ours: str) -> Any:
     def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-        _batched_layers(model, ours)  # which refuses here, where the caller sees it, and not in a thread
+        _batched_layers(model, ours)  # refuses here, where the caller sees the error, and not in a thread
         return original(self, model, auto_switch_to_flash)
 
     return switch_to_cb_friendly_attn
@@ -87,14 +87,14 @@ def _with_lists_of_keys(original: Any, ours: str) -> Any:
     return group_layers_by_attn_type
 
 
-# Attention whose bias follows from buckets of distances, by family.
+# The attention class of each family whose bias follows from buckets of distances.
 BUCKETED = {
     "t5": "T5Attention", "mt5": "MT5Attention", "umt5": "UMT5Attention", "longt5": "LongT5Attention",
     "switch_transformers": "SwitchTransformersAttention", "pop2piano": "Pop2PianoAttention", "udop": "UdopAttention",
     "pix2struct": "Pix2StructTextAttention",
 }  # fmt: skip
-# Attention with a bias of each query: the family, its classes, the class that makes the bias, how distances are told
-# from its arguments, and its name in attention. Releases differ in which they have.
+# Attention with a bias per query: the family, its attention classes, the class that makes the bias, the function that
+# finds distances in its arguments, and its attribute's name in attention. Not every release has all of them.
 OF_QUERIES: tuple[tuple[str, tuple[str, ...], str, Any, str], ...] = (
     ("inkling", ("InklingAttention",), "InklingRelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),
     *(
@@ -121,7 +121,7 @@ def _biases() -> Iterator[tuple[Any, str, Any]]:
             yield maker, "forward", functools.partial(_distance_bias.of_each_query, kind=maker, told_apart=told_apart)
 
 
-# Indexers that select blocks of keys per KV head: the family, its indexer's class, and what replaces its `forward`.
+# Indexers that select blocks of keys per KV head: the family, the indexer's class, and the replacement of `forward`.
 SELECTING = (
     ("minimax_m3_vl", "MiniMaxM3VLIndexer", _selection.of_blocks),
     ("qwen4_exp", "Qwen4ExpTextQSAIndexer", _selection.of_groups),
@@ -143,11 +143,13 @@ def _models(family: str) -> Any:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
 
-# The functions that are replaced, by owner and name. Continuous batching packs queries and makes no mask if the first
-# one returns True. The second one gathers all keys before a layer attends; ours attends to them in place. By the others
-# a model of absorbed latent attention gets a cache of ours, and one that is not absorbed is refused: the manager knows
-# the model, but makes the cache from its configuration alone, and what groups the layers knows no lists of keys. The
-# last ones make biases of positions, and select blocks of keys.
+# The replaced functions: owner, name, and the function that makes the replacement.
+# - `is_flash_attention_requested`: if it returns True, continuous batching packs queries and makes no mask.
+# - `update` gathers all keys before a layer attends; the replacement leaves them in place.
+# - The next four give a model with absorbed latent attention a cache of ours, and refuse latent attention that is not
+#   absorbed. The manager knows the model, but makes the cache from its configuration alone, and the function that
+#   groups the layers does not know layers with lists of keys.
+# - The last ones make biases of positions, and select blocks of keys.
 REPLACED: list[tuple[Any, str, Any]] = [
     *((module, "is_flash_attention_requested", _recognising) for module in (cache, continuous_api, initialization)),
     (cache.PagedAttentionCache, "update", _without_gathering),

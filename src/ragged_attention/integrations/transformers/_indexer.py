@@ -22,7 +22,7 @@ ROTATE = {
     "HYV4VLIndexer": "apply_rotary_pos_emb",
     "MistralLarge4TextIndexer": "apply_rotary_pos_emb_interleave",
 }
-ROTARY_LAST = ("HYV4Indexer", "HYV4VLIndexer")  # whose last columns are rotated, not the first
+ROTARY_LAST = ("HYV4Indexer", "HYV4VLIndexer")  # these indexers rotate the last columns, not the first
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

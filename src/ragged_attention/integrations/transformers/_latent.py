@@ -19,7 +19,7 @@ from ragged_attention.integrations.transformers._masks import Pattern, is_within
 from ragged_attention.torch import ragged_mla_attention
 
 NEEDED = ("expand_kv", "kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
-ALIGNMENT = 16  # columns of latents are padded to a multiple of it
+ALIGNMENT = 16  # latents are padded to a multiple of this many columns
 
 
 class Absorbed:
@@ -123,7 +123,7 @@ def _at_once(
         lens = edges.diff()
         longest = int(others.get("max_length_q") or lens.max())
         table = edges[:-1, None] + torch.arange(longest, dtype=torch.int32, device=q.device)
-        pages = latents.flatten(0, 2)[:, None, None]  # pages of one key, so that a sequence may begin anywhere
+        pages = latents.flatten(0, 2)[:, None, None]  # with pages of one key, a sequence may begin anywhere
         return ragged_mla_attention(
             q.flatten(0, 1), pages, lens, table, edges, max_q_len=longest, causal=pattern.causal, **settings
         ).unflatten(0, q.shape[:2])

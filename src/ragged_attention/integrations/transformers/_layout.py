@@ -18,7 +18,7 @@ class LayerCall(NamedTuple):
     settings: the scale, soft cap and sinks, by the names of our operations.
     others: the other keywords of transformers.
     pattern: the visible keys, or None if only `mask` can express them.
-    selection: what selects from the visible keys (`_selection`), or None.
+    selection: the indexer's selection from the visible keys (`_selection`), or None.
     """
 
     module: Any
@@ -34,7 +34,7 @@ class LayerCall(NamedTuple):
 
 
 def need_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether a gradient of any of these is wanted."""
+    """Whether any of these requires a gradient."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 

@@ -20,7 +20,7 @@ MAX_WIDTH = 1024  # of a row
 
 
 def takes_shared(call: LayerCall) -> bool:
-    """Whether lists can compute a call whose keys are its values too, of one head for all (deepseek_v4)."""
+    """Whether lists can compute a call with one KV head, whose keys are also its values (deepseek_v4)."""
     width, others = call.key.shape[-1], call.others
     if call.key is not call.value or call.key.shape[1] != 1 or width % 16 or width > MAX_WIDTH:
         return False
@@ -43,7 +43,7 @@ def attend_shared(call: LayerCall) -> torch.Tensor:
     if call.query.shape[2] == 1 and not need_gradient(q, call.key, sinks):
         note(call.module, "mla_decode")
         ((lists, _),) = lists_of(call, call.key)
-        pages = call.key.flatten(0, 2)[:, None, None]  # of one key, so that kernels are the same for all lengths
+        pages = call.key.flatten(0, 2)[:, None, None]  # pages of one key, so kernels do not depend on lengths
         return mla_decode(q, pages, indices=lists, **settings)[0]
     note(call.module, "sparse_mla_prefill")
     settings["deterministic"] = bool(call.others.get("deterministic"))
@@ -84,7 +84,7 @@ def lists_of(call: LayerCall, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor
 
 
 def _fault(mask: Any) -> str | None:
-    """What lists cannot express of a mask without a pattern, if anything."""
+    """The reason why lists cannot express a mask without a pattern, or None."""
     if mask.ndim > 2 and mask.shape[-3] != 1:
         return f"one mask for all heads over latents, got one of shape {tuple(mask.shape)}"
     if mask.dtype != torch.bool and (torch.compiler.is_compiling() or bool(((mask != 0) & ~_hidden(mask)).any())):

@@ -34,8 +34,8 @@ class Pattern(NamedTuple):
     edges: int32 [S + 1], the edges of sequences packed into rows, with the rows laid out one after another.
     has_padding_mask: whether the model got a padding mask, which may hide nothing.
     ranges: int32 [1 or B, L_q, R, 2], the ranges of keys that each query sees; then nothing above hides a key.
-    blind: bool [1 or B, 1 or L_q], queries that weigh alike all the keys that they see.
-    selection: what selects from the keys that each query sees so far (`_selection`).
+    blind: bool [1 or B, 1 or L_q], queries that give all their visible keys equal weight.
+    selection: the indexer's selection from these keys (`_selection`), or None.
     """
 
     causal: bool = False
@@ -198,7 +198,7 @@ def pattern_of(mask: torch.Tensor) -> Pattern | None:
     if pattern is None or torch.compiler.is_compiling():
         return pattern
     numbers = getattr(mask, "_numbers", None)
-    return pattern if numbers is None or numbers._version == 0 else None  # else written to through a view
+    return pattern if numbers is None or numbers._version == 0 else None  # otherwise a view has been written to
 
 
 class Rules(NamedTuple):

@@ -37,13 +37,13 @@ _layers: ContextVar[Mapping[int, Any] | None] = ContextVar("layers", default=Non
 class Row(NamedTuple):
     """The numbers that a layer keeps of a token."""
 
-    latent: int  # with the rotary columns, and zeros up to a multiple of `_latent.ALIGNMENT`; 0 for those of a source
-    key: int  # that of the layer's indexer; 0 without one
-    source: int  # the layer whose latents it attends to, which is itself but where layers share them (mistral_large4)
+    latent: int  # with rotary columns and padding to `_latent.ALIGNMENT`; 0 if another layer keeps them
+    key: int  # the width of the indexer's key; 0 without an indexer
+    source: int  # the layer whose latents it reads: itself, unless layers share them (mistral_large4)
 
 
 class Step(NamedTuple):
-    """Where the tokens of a forward pass lie.
+    """The places of a forward pass's tokens in the cache.
 
     table, kv_lens, edges: the `page_indices`, `kv_lens` and `cu_q_lens` of our operations.
     slots: [T], of the new tokens.
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A layer's pages: latents [P, G, 1, L] of its source, keys of its indexer [P, G, D] or [P, G, 0]; and the step."""
+    """A layer's pages: latents [P, G, 1, L] of `source`, keys of its indexer [P, G, D] or [P, G, 0]; and the step."""
 
     source: int
     latents: torch.Tensor
@@ -73,7 +73,7 @@ class PagedLatentCache(PagedAttentionCache):
     """transformers' paged cache, for latents.
 
     Args:
-        rows: what each layer keeps of a token.
+        rows: the sizes of what each layer keeps per token.
         activations: the most numbers that a layer makes of a token, with which transformers sizes the cache.
         arguments: those of `PagedAttentionCache`.
     """
@@ -96,12 +96,12 @@ class PagedLatentCache(PagedAttentionCache):
 
     def enter(self, layer: int, places: Mapping[str, Any]) -> Held:
         """A layer's pages, when its forward begins; `places` are keywords that transformers gives to all layers."""
-        if self._step is None or layer == self._first:  # not kept for the next pass, which a graph may record
+        if self._step is None or layer == self._first:  # made anew in each pass, which a graph may record
             self._step = self._placed(places)
         return self.held(layer)
 
     def held(self, layer: int) -> Held:
-        assert self._step is not None  # the hook of the first layer has run
+        assert self._step is not None  # made by the first layer's hook
         source = self.rows[layer].source
         return Held(source, self._latents[source][:, :, None], self._keys[layer], self._step)
 
@@ -109,13 +109,13 @@ class PagedLatentCache(PagedAttentionCache):
         written, read = (places[name][0] for name in ("write_index", "read_index"))
         cu_kv_lens, longest = places["cu_seq_lens_k"][KIND].int(), int(places["max_length_k"][KIND])
         slots = self._slots(written)
-        # Nothing is to be read if all sequences begin in this step, and then the new tokens are all there are.
+        # If all sequences begin in this step, there is nothing to read, and the new tokens are the only ones.
         table = page_table(self._slots(read) if read.numel() else slots, cu_kv_lens, longest, self.page_size)
         edges, longest_q = places["cu_seq_lens_q"].int(), int(places["max_length_q"])
         return Step(table, cu_kv_lens.diff(), edges, slots, longest, longest_q, set())
 
     def _slots(self, index: torch.Tensor) -> torch.Tensor:
-        """The slots that transformers' indices mean; those count rows of a head, and our slots count tokens."""
+        """The slots for transformers' indices, which count rows per head, while our slots count tokens."""
         return index // self._stride * self.page_size + index % self._stride
 
     @torch.compiler.disable
@@ -145,8 +145,8 @@ class PagedLatentCache(PagedAttentionCache):
 def _as_heads(config: Any, rows: Mapping[int, Row], activations: int) -> Any:
     """A configuration of keys and values that take as much memory as the rows.
 
-    Each of its "layers" is a part of the rows, for a token one head of keys and one of values. Transformers divides
-    the memory by it; how a block is divided among the layers is our own affair.
+    Each of its "layers" is a part of the rows: one head of keys and one of values per token. transformers sizes the
+    cache by it. How a block is divided among the real layers is decided here.
     """
     parts = [width for width in _widths(rows) if width]
     part = math.gcd(*parts)
@@ -164,7 +164,7 @@ def _widths(rows: Mapping[int, Row]) -> list[int]:
 
 @contextmanager
 def caching(layers: Mapping[int, Any]) -> Iterator[None]:
-    """Within, `make` makes a cache for these absorbed attention modules; for none, transformers' own."""
+    """A context in which `make` makes a cache for these absorbed attention modules; without any, transformers' own."""
     token = _layers.set(layers)
     try:
         yield
@@ -194,7 +194,7 @@ def make(original: Any, alignment: int, arguments: dict[str, Any]) -> Any:
 
 # ---- a layer's forward
 
-_unread = torch.empty(1, 1, 1, 0)  # the mask of layers that slice theirs for an indexer, which needs none
+_unread = torch.empty(1, 1, 1, 0)  # an unused mask, for layers that slice their mask for an indexer
 _unread.pattern = Pattern()  # type: ignore[attr-defined]
 
 

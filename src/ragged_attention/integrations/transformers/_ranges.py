@@ -1,7 +1,7 @@
-"""What a mask shows as ranges of keys, the `key_ranges` of our operations.
+"""Masks as ranges of visible keys, the `key_ranges` of our operations.
 
-A mask of any origin is read row by row: where neighbours differ a run of visible keys begins or ends. Nothing is
-guessed, and a mask that needs more runs than our operations take has no ranges.
+A mask of any origin is read row by row: a run of visible keys begins or ends where neighbours differ. So the ranges
+are exact. A mask that needs more runs than our operations take has no ranges.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,7 +10,7 @@ import torch
 
 from ragged_attention.calls.fields import MAX_KEY_RANGES
 
-BLOCK = 2**24  # the most numbers of a mask that are read at once, which bounds the memory
+BLOCK = 2**24  # maximum number of mask elements read at once, which bounds the memory
 
 
 def blocks(rows: int, q_len: int, kv_len: int) -> Iterator[slice]:
@@ -38,7 +38,7 @@ def ranges_of(parts: Iterable[torch.Tensor]) -> torch.Tensor | None:
 def _runs(sees: torch.Tensor) -> torch.Tensor | None:
     ended = torch.nn.functional.pad(sees.flatten(0, 1), (1, 1))
     row, place = (ended[:, 1:] != ended[:, :-1]).nonzero(as_tuple=True)
-    row, place = row[::2], place.view(-1, 2)  # in each row the begin and the end of a run in turn
+    row, place = row[::2], place.view(-1, 2)  # each row alternates begins and ends of runs
     counts = torch.bincount(row, minlength=ended.shape[0])
     needed = max(1, int(counts.max())) if row.numel() else 1
     if needed > MAX_KEY_RANGES:

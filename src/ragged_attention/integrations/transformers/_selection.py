@@ -1,9 +1,9 @@
 """Selected blocks of keys of grouped-query attention: MiniMax M3's indexer, and that of Qwen4 (QSA).
 
-An indexer of transformers chooses from a whole row of the batch at once, in blocks that begin at multiples of the block
-size in that row, and keeps the scores of all its keys. Here it only computes its queries and keys. The attention that
-they are for knows the sequences in the row and their padding: it lays them out as its own queries and keys, and selects
-blocks of each sequence. So a prompt's choice is the same wherever the prompt lies.
+An indexer of transformers selects from a whole row of the batch at once, in blocks that begin at multiples of the block
+size in that row, and stores the scores of all keys. Here it only computes its queries and keys. The attention layer
+knows the sequences in the row and their padding. It lays out the indexer's queries and keys like its own, and selects
+blocks within each sequence. So the selection for a prompt does not depend on its place in the row.
 """
 
 import sys
@@ -19,19 +19,19 @@ from ragged_attention.integrations.transformers._sequences import Laid
 from ragged_attention.torch import indexer_topk, select_blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ALIGNMENT = 16  # columns of index heads are padded to a multiple of it
+ALIGNMENT = 16  # index heads are padded to a multiple of this many columns
 MAX_BLOCK = 256  # the limit of `varlen_attention` and `ragged_paged_attention`
 
 
 class Selection(ABC):
-    """What the indexer of a layer computed; it stands where transformers expects the choice or a mask of it."""
+    """The queries and keys of a layer's indexer, in place of the selection or the mask that transformers expects."""
 
     indexer: Any
-    heads: int  # that select on their own
+    heads: int  # number of heads with separate selections
 
     @abstractmethod
     def lists(self, laid: Laid, kv_heads: int) -> dict[str, Any]:
-        """The arguments `selected` and `block_size` of our operations, for queries and keys that are laid out so."""
+        """The arguments `selected` and `block_size` of our operations, for queries and keys laid out as `laid` says."""
 
     def why_not(self, pattern: Pattern, kv_heads: int, q_len: int) -> str | None:
         """Why no lists can be made for an attention, or None if they can."""
@@ -54,7 +54,7 @@ def unsupported(module: Any, reason: str) -> Unsupported:
 
 
 class Seen(NamedTuple):
-    """Of each packed query: its sequence, and the number of keys that it sees there; int32 [T]."""
+    """The sequence of each packed query, and the number of keys that it sees there, int32 [T] each."""
 
     sequence: torch.Tensor
     keys: torch.Tensor
@@ -81,7 +81,7 @@ def _rotary(indexer: Any) -> Any:
 
 
 class Blocks(Selection):
-    """Blocks with the largest products of an index query and a key, and those up to the query's own.
+    """The selection of the blocks with the largest product of an index query and a key, and of local blocks.
 
     queries, keys: [B, H_i, L_q, D] and [B, 1, L_k, D].
     """
@@ -129,15 +129,15 @@ def _blocks(indexer: Any, hidden_states: torch.Tensor, position_embeddings: Any,
 
 
 class Groups(Selection):
-    """Groups of neighbouring keys by their means, and the last group of a query, which is not complete yet.
+    """The selection of groups of neighbouring keys by their means, and of a query's last, incomplete group.
 
-    In place of a mask of selected keys, it can be inverted, and hidden in a mask of ours.
+    The model treats it as a mask of selected keys, so it supports inversion and `masked_fill` of a mask of ours.
 
     queries, keys: [B, H_i, L_q, D], and [B, 1, L_k, D] before any norm.
     positions: cosines and sines [B, 1, L_k, R] of the keys.
     """
 
-    heads = 1  # all index heads vote for one list
+    heads = 1  # all index heads together select one list
 
     def __init__(
         self, indexer: Any, queries: torch.Tensor, keys: torch.Tensor, positions: tuple[torch.Tensor, torch.Tensor]
@@ -156,12 +156,12 @@ class Groups(Selection):
         if func is torch.Tensor.masked_fill and isinstance(args[0], Mask) and args[1].is_inverted:
             mask, inverse, _ = args
             pattern = pattern_of(mask)
-            assert pattern is not None  # else the indexer itself has computed
+            assert pattern is not None  # without a pattern, the original indexer runs
             return Mask(pattern._replace(selection=~inverse), tuple(mask.shape), mask.dtype, mask.device)
         raise Unsupported(f"expected selected groups of keys to hide keys of a mask alone, got {func.__name__} of them")
 
     def lists(self, laid: Laid, kv_heads: int) -> dict[str, Any]:
-        del kv_heads  # they share the list
+        del kv_heads  # all KV heads share the list
         note(self.indexer, "indexer_topk")
         ratio, q = self.indexer.compress_ratio, laid.queries(self.queries)
         seen, most = _seen(laid, q.shape[0]), max(1, laid.longest // ratio)
@@ -171,7 +171,8 @@ class Groups(Selection):
             _aligned(q), _aligned(keys), torch.ones(q.shape[:2], device=q.device), min(self.indexer.block_topk, most),
             starts=starts, stops=starts + complete, relative=True, max_keys=most,
         )  # fmt: skip
-        groups = torch.cat((groups, complete[:, None]), 1)[:, None]  # if no key is left over, the last is all future
+        # The last group is incomplete. If no key is left over, all of its keys are hidden.
+        groups = torch.cat((groups, complete[:, None]), 1)[:, None]
         if ratio & (ratio - 1) == 0 and ratio <= MAX_BLOCK:
             return {"selected": groups, "block_size": ratio}
         within = torch.arange(ratio, dtype=torch.int32, device=q.device)
@@ -179,7 +180,7 @@ class Groups(Selection):
         return {"selected": keys.flatten(2), "block_size": 1}
 
     def _means(self, laid: Laid, ratio: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [N, D] of the complete groups of all sequences, and the place among them of each sequence's first."""
+        """The keys [N, D] of all sequences' complete groups, and the index of each sequence's first group."""
         edges, keys = laid.edges[1], laid.keys(self.keys)[:, 0]
         counts = edges.diff() // ratio
         ends = counts.cumsum(0, dtype=torch.int32)
@@ -195,7 +196,7 @@ class Groups(Selection):
 
 
 def of_groups(original: Any, ours: str, kind: type) -> Any:
-    """The replacement for `forward` of Qwen4's indexer, of class `kind`; a mask of ours tells whom it is for."""
+    """The replacement for `forward` of Qwen4's indexer, of class `kind`. It applies if the mask is one of ours."""
     del ours
 
     def forward(self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any) -> Any:
@@ -210,14 +211,14 @@ def of_groups(original: Any, ours: str, kind: type) -> Any:
 
 @torch.no_grad()
 def _groups(indexer: Any, hidden_states: torch.Tensor, position_embeddings: Any, cache: Any) -> Groups:
-    """`position_embeddings` are those of all keys."""
+    """The indexer's queries and keys. `position_embeddings` are those of all keys."""
     (rows, q_len), heads = hidden_states.shape[:2], (indexer.index_n_heads, indexer.index_kv_heads)
     q, keys = indexer.index_qk_proj(hidden_states).unflatten(-1, (-1, indexer.index_head_dim)).split(heads, 2)
     cos, sin = (part[:, -q_len:] for part in position_embeddings)
     q = _rotary(indexer)(indexer.q_layernorm(q), cos=cos, sin=sin, unsqueeze_dim=2).transpose(1, 2)
     keys = keys.squeeze(2)
     keys = keys if cache is None else cache.update_indexer(keys, indexer.layer_idx)
-    unused = keys.shape[1] - position_embeddings[0].shape[1]  # of a cache of fixed size
+    unused = keys.shape[1] - position_embeddings[0].shape[1]  # unused keys of a cache of fixed size
     cos, sin = (
         torch.nn.functional.pad(part, (0, 0, 0, unused)).expand(rows, -1, -1)[:, None] for part in position_embeddings
     )

@@ -14,11 +14,11 @@ Layout = Callable[[torch.Tensor], torch.Tensor]  # [B, H, L, D] as [T, H, D]
 
 
 class Laid(NamedTuple):
-    """How what belongs to queries and to keys is laid out as packed sequences.
+    """The layout of a call as packed sequences; `queries` and `keys` lay out tensors that belong to these.
 
     edges: those of the queries' sequences, and of the keys', int32 [S + 1].
     longest: no sequence has more keys.
-    order: the place in its row of each query of a row, int [B, L_q], or None if they stay in their order.
+    order: the original place in the row of each laid-out query, int [B, L_q], or None if the order is unchanged.
     """
 
     queries: Layout
@@ -29,13 +29,13 @@ class Laid(NamedTuple):
 
 
 def laid_out(call: LayerCall, pattern: Pattern, *, has_bias: bool = False) -> Laid:
-    """The sequences of a call; `has_bias` says that positions of queries count as those of keys."""
+    """The layout of a call. With `has_bias`, positions of queries count like those of keys."""
     shown = pattern.shown
     return _packed(call, pattern) if shown is None else _without_padding(call, pattern, shown, has_bias)
 
 
 def _packed(call: LayerCall, pattern: Pattern) -> Laid:
-    """The rows one after another."""
+    """The layout of the rows one after another."""
     (rows, _, q_len, _), kv_len, device = call.query.shape, call.key.shape[2], call.query.device
     if pattern.edges is None:
         edges = _layout.row_edges(rows, q_len, device), _layout.row_edges(rows, kv_len, device)
@@ -51,7 +51,7 @@ def _packed(call: LayerCall, pattern: Pattern) -> Laid:
 
 
 def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, has_bias: bool) -> Laid:
-    """Each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
+    """The layout of each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
     rows, _, q_len, _ = call.query.shape
     order, kv_lens = _layout.shown_first(shown)
     if has_bias and not pattern.causal and q_len > 1:  # a bias counts positions of queries as those of keys

@@ -1,4 +1,4 @@
-"""Masks that were not made here, by their numbers, as patterns of our operations.
+"""Masks that transformers or a model made, read by their numbers as patterns of our operations.
 
 Some models make their own masks, of bool or of numbers to add. If all heads share such a mask, and its numbers only
 hide keys, it is padding or ranges of keys, and has a pattern. Layers share a mask, so it is read once.
@@ -12,10 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ragged_attention.integrations.transformers._masks import Mask, Pattern, keep_results, pattern_of
 from ragged_attention.integrations.transformers._ranges import blocks, ranges_of
 
-# By the tensor whose memory a mask is, and by the mask's place in it: how often that was written to, and the pattern.
+# By the tensor that owns a mask's memory, and the mask's place in it: (version of the memory, pattern).
 _known: Any = WeakTensorKeyDictionary()
-HIDDEN = -1e8  # a key with this number or less, as -1e9, has no weight beside one with 0
-PLACES = 16  # that are kept of a tensor, so that a mask for all lengths, cut to size in every step, holds no more
+HIDDEN = -1e8  # a key with this or less, such as -1e9, has no weight beside one with 0
+PLACES = 16  # maximum entries per tensor, since a mask for all lengths is sliced in every step
 
 
 def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | None:
@@ -76,11 +76,11 @@ def _pattern(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | N
 
 
 def _read(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Which keys some queries see, bool [B, queries, L_k], and which of the queries are blind, bool [B, queries].
+    """The keys that some queries see, bool [B, queries, L_k], and whether each query is blind, bool [B, queries].
 
-    A query whose keys are all hidden by numbers is blind, unless they are infinite: the smallest numbers leave nothing
-    of the logits that they are added to, so that the query sees the keys with the largest one, all alike. None stands
-    for a mask that differs between heads or does more than hide keys, as -1e9 does where there is no other number.
+    A query whose keys are all hidden by finite numbers is blind: added to logits, such small numbers leave nothing of
+    them, so the query gives equal weight to the keys with the largest number. The result is None if the mask differs
+    between heads or does more than hide keys, such as a row of -1e9 alone.
     """
     if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
         return None
