@@ -114,7 +114,7 @@ def package_of(backend: str) -> str | None:
 
 
 def missing_package(package: str) -> str:
-    """The sentence that says of a package that it is not installed, and how to install it if it is of an extra."""
+    """A sentence: the package is not installed, and if it belongs to an extra, how to install it."""
     return f"{package} is not installed" + (f": {how_to_install(EXTRAS[package])}" if package in EXTRAS else "")
 
 

@@ -5,7 +5,7 @@ A value of the wrong type (a list instead of an array, a string instead of a num
 
 
 class InvalidInput(ValueError):
-    """The arguments contradict the operation's definition, so no backend could run the call."""
+    """The arguments are invalid for the operation, so no backend could run the call."""
 
 
 class TooLarge(InvalidInput):

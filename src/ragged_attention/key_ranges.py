@@ -1,13 +1,13 @@
 """The `key_ranges` of attentions, made from the masks that models use.
 
 Every function takes arrays of torch, jax or NumPy and returns i32 [T, R, 2] of the same framework, on the same device:
-of each query R ranges [begin, end) of positions in its sequence. Nothing is read back from the device, except by
+for each query, R ranges [begin, end) of positions in its sequence. Nothing is read back from the device, except by
 `tree_ranges`. The first arguments are those of `ragged_paged_attention`; for `varlen_attention`, `kv_lens` are the
 differences of `cu_kv_lens`:
 
     cu_q_lens: i32 [S + 1], prefix sums of the query lengths.
     kv_lens: i32 [S], the number of keys of each sequence; query i of a sequence is at position `kv_len - q_len + i`.
-    num_tokens: T, the number of rows of queries; those behind the last sequence get empty ranges.
+    num_tokens: T, the number of query rows; rows after the last sequence get empty ranges.
     num_seqs: the number of live sequences, an int or an array of one element; None means S.
 
 An attention takes the result as `key_ranges`, and then neither `causal` nor `sliding_window`.
@@ -60,7 +60,7 @@ class _Queries(NamedTuple):
     live: Any  # [T]
 
     def before(self, distance: int) -> Any:
-        """The position so far before each query, or 0 if that is negative."""
+        """The position `distance` before each query, or 0 if that is negative."""
         return self.position.clip(min=distance) - distance
 
     def window_begin(self, sliding_window: int | None) -> Any:
@@ -109,7 +109,7 @@ def _queries(cu_q_lens: Any, kv_lens: Any, num_tokens: int, num_seqs: Any) -> _Q
     if max_num_seqs < 1:
         return _Queries(xp, tokens, tokens, tokens, tokens < 0)
     edges, count = cu_q_lens, max_num_seqs
-    if num_seqs is not None:  # edges behind the last live sequence may have any values
+    if num_seqs is not None:  # edges after the last live sequence may have any values
         count = num_seqs if is_integer(num_seqs) else num_seqs.reshape(()).clip(max=max_num_seqs)
         edges = xp.where(_arange(xp, max_num_seqs + 1, edges) <= count, edges, LARGEST_INT32)
     side = {"right": True} if xp.__name__ == "torch" else {"side": "right"}
@@ -139,7 +139,7 @@ def window_ranges(
 ) -> Any:
     """A window on both sides of the query's position p, [p - left, p + right + 1), as encoders use it: R is 1.
 
-    None is no bound, as -1 is in the `window_size` of FlashAttention.
+    None means no bound, like -1 in FlashAttention's `window_size`.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     left, right = (LARGEST_INT32 if side is None else side for side in (left, right))
@@ -150,9 +150,9 @@ def window_ranges(
 
 
 def per_sequence_causal(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, causal: Any, num_seqs: Any = None) -> Any:
-    """Keys up to the query's own position in sequences where `causal`, bool [S], is set; in others all: R is 1.
+    """Keys up to the query's own position if its sequence's `causal`, bool [S], is set, else all keys: R is 1.
 
-    So drafts that see each other stand in one batch with sequences that are verified.
+    One batch can thus hold drafts that see each other and sequences that are verified.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_array("causal", causal, "S", ("bool",), {"S": kv_lens.shape[0]})
@@ -165,7 +165,7 @@ def chunked_ranges(
 ) -> Any:
     """Keys up to the query's own position p in its own chunk, [p // chunk * chunk, p + 1), as in Llama 4: R is 1.
 
-    `lookback` is the number of whole chunks before its own that a query sees as well.
+    `lookback` is the number of whole chunks before its own that a query also sees.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_count("chunk", chunk, 1)
@@ -177,7 +177,7 @@ def chunked_ranges(
 def block_causal_ranges(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, block: int, num_seqs: Any = None) -> Any:
     """Keys up to the end of the block of the query's position p, [0, min(kv_len, (p // block + 1) * block)): R is 1.
 
-    Language models that generate by diffusion, a block at a time, attend so.
+    This is the mask of diffusion language models that generate a block at a time.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_count("block", block, 1)
@@ -192,7 +192,7 @@ def prefix_window_ranges(
 ) -> Any:
     """The first `prefix` keys, an int or i32 [S], and a window up to the query's own position: R is 2.
 
-    Queries within the prefix see all of it.
+    A query within the prefix sees the whole prefix.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     if is_array(prefix):
@@ -216,7 +216,7 @@ def span_ranges(
     """Keys up to the query's own position, and all of the spans of images or audio in which the query lies: R is 1.
 
     Args:
-        spans: i32 [S, N, 2], up to N spans [begin, end) of positions of each sequence; empty ones are none.
+        spans: i32 [S, N, 2], up to N spans [begin, end) of positions of each sequence; empty spans have no effect.
         sliding_window: bounds the keys before the query's own position that are not in its span.
         clamp_to_window: whether the window bounds the span too, as in the models of transformers and in Gemma 4.
     """
@@ -234,18 +234,18 @@ def span_ranges(
 
 
 def tree_ranges(parents: Any) -> Any:
-    """The ancestors and the token itself, for each token of packed prefix trees; R is the most that a token needs.
+    """Each token's ancestors and the token itself, for packed prefix trees; R is the maximum that a token needs.
 
-    Rollouts that share prompts, or drafts, are packed as a tree: each token stands behind its parent, best depth first,
-    for then a token's ancestors are few runs of neighbours. The values are read on the host.
+    Rollouts that share prompts, or drafts, are packed as a tree in which each token follows its parent. Depth-first
+    order is best, because a token's ancestors then form few runs of neighbours. The values are read on the host.
 
     Args:
         parents: i32 [T], the position of each token's parent, which is before its own; -1 for a root. A tree is one
             sequence of `varlen_attention`.
 
     Raises:
-        InvalidInput: a parent that is not before its token, or a token whose ancestors are more than 8 runs: the
-            message says how many are needed.
+        InvalidInput: a parent does not precede its token, or a token's ancestors form more than 8 runs; the message has
+            the number.
     """
     xp = _namespace("parents", parents)
     expect_array("parents", parents, "T", ("int32",), {})
@@ -253,7 +253,7 @@ def tree_ranges(parents: Any) -> Any:
     bad = np.flatnonzero((host < -1) | (host >= np.arange(len(host))))
     if bad.size:
         raise InvalidInput(f"expected parents[{bad[0]}] from -1 to {bad[0] - 1}, before the token, got {host[bad[0]]}")
-    counts = np.ones(len(host), np.int32)  # of runs
+    counts = np.ones(len(host), np.int32)  # maximum number of runs
     for token, parent in enumerate(host.tolist()):
         if parent >= 0:
             counts[token] = counts[parent] + (parent < token - 1)
@@ -270,17 +270,17 @@ def tree_ranges(parents: Any) -> Any:
 
 
 def spans_from_vllm(ranges: Any) -> Any:
-    """The `spans` of `span_ranges` from vLLM's, [S, N, 2] inclusive at both ends, in which one token is no span."""
+    """The `spans` of `span_ranges` from vLLM's [S, N, 2], which are inclusive at both ends; one token is no span."""
     return _half_open(ranges, "S N 2", lambda begin, last: begin < last)
 
 
 def ranges_from_flashinfer(ranges: Any) -> Any:
-    """`key_ranges` from ranges [T, R, 2] that are inclusive at both ends, in which (-1, -1) is none."""
+    """`key_ranges` from ranges [T, R, 2] that are inclusive at both ends; (-1, -1) is an empty range."""
     return _half_open(ranges, "T R 2", lambda begin, last: (begin >= 0) & (begin <= last))
 
 
 def _half_open(ranges: Any, shape: str, is_range: Callable[[Any, Any], Any]) -> Any:
-    """Ranges [begin, last + 1) of those that are inclusive at both ends, and [0, 0) of those that are none."""
+    """Inclusive ranges [begin, last] as [begin, last + 1), and empty ones as [0, 0)."""
     xp = _namespace("ranges", ranges)
     expect_array("ranges", ranges, shape, ("int32", "int64"), {"2": 2})
     begin, last = ranges[..., 0], ranges[..., 1].clip(max=LARGEST_INT32 - 1)

@@ -43,7 +43,7 @@ def why_untrusted(path: Path) -> str | None:
             continue
         if found.st_uid not in (0, os.geteuid()):
             return f"{place} belongs to another user"
-        # In a folder with the sticky bit nobody can rename or remove the files of others.
+        # In a folder with the sticky bit, nobody can rename or remove other users' files.
         if _others_write(found) and (place == path or not found.st_mode & stat.S_ISVTX):
             return f"others can write {place}"
         if place == home:

@@ -4,10 +4,9 @@
 the wrappers with `plan` and `run`, attention of single requests, merges, appends to paged caches, top-k, block sparse
 matrices, and MiniMax's sparse attention. The modules have FlashInfer's names too, such as `flashinfer.decode`.
 
-`plan` keeps tensors and settings; nothing is compiled there, no kernel works in the workspace, and arguments that
-choose among FlashInfer's kernels are without effect. An argument that would change results, and that no operation of
-ours has, raises `Unsupported` with its name. Log-sum-exps have base 2, those of `msa_ops` base e, and sinks count in
-them.
+`plan` keeps tensors and settings and compiles nothing. No kernel uses the workspace, and arguments that choose among
+FlashInfer's kernels have no effect. An argument that would change results, and that our operations do not support,
+raises `Unsupported` with its name. Log-sum-exps have base 2, but those of `msa_ops` base e. They include sinks.
 """
 
 from ragged_attention.compat.flashinfer import (

@@ -41,12 +41,12 @@ def expect_default(reason: str, default: Any = None, **given: Any) -> None:
 
 
 def columns(pages: torch.Tensor) -> int:
-    """The head size of keys or values, two of whose columns are in an element of nvfp4 pages."""
+    """The head size of keys or values; an element of nvfp4 pages holds two columns."""
     return pages.shape[-1] * (2 if pages.dtype == NVFP4 else 1)
 
 
 def expect_linear_scales(backend: str, kv_cache_sf: Any) -> None:
-    """Refuse the scales that FlashInfer's kernels of TensorRT-LLM take, whose order is another one."""
+    """Refuse the scales of FlashInfer's TensorRT-LLM kernels, which have another order."""
     if kv_cache_sf is not None and backend == "trtllm-gen":
         raise Unsupported(
             "expected another backend with kv_cache_sf, got 'trtllm-gen', for which the scales of values of four "

@@ -32,7 +32,7 @@ ScalePages = tuple[torch.Tensor | None, torch.Tensor | None]  # of keys and of v
 
 
 def needs_pages(q_dtype: torch.dtype, k_dtype: torch.dtype) -> bool:
-    """Whether packed keys have to be treated as pages of one position, since `varlen_attention` does not take them."""
+    """Whether packed keys have to be treated as pages of one position: `varlen_attention` refuses these dtypes."""
     return q_dtype in FP8 or k_dtype in (*FP8, NVFP4)
 
 
@@ -149,18 +149,18 @@ class Attention:
         slopes = alibi_slopes(self.pos_encoding_mode, q.shape[1], q.device)
         if slopes is None:
             return None
-        if soft_cap_of(self.logits_soft_cap) is not None:  # FlashInfer caps logits with their biases
+        if soft_cap_of(self.logits_soft_cap) is not None:  # FlashInfer's cap includes biases
             raise Unsupported(f"expected logits_soft_cap=None with ALIBI, got {self.logits_soft_cap}")
-        if self.sinks is not None:  # a sink's weight depends on where biases count from
+        if self.sinks is not None:  # a sink's weight depends on the position from which biases count
             raise Unsupported("expected sinks=None with pos_encoding_mode='ALIBI', got a tensor")
         return slopes
 
     def _division(self) -> contextlib.AbstractContextManager[Any]:
-        """How work may be divided: FlashInfer's fixed splits make results independent of the batch."""
+        """A batch-invariant context if the plan has FlashInfer's fixed splits, which make results batch-invariant."""
         return use_backend(batch_invariant=True) if self.is_batch_invariant else contextlib.nullcontext()
 
     def _seen_rows(self, caches: tuple[torch.Tensor | None, ...], tables: Tables) -> tuple[list[Any], Tables]:
-        """A copy of the batch's cache in pages of one position, and each query as a sequence of what it sees."""
+        """A copy of the batch's cache in pages of one position, and tables in which each query is a sequence."""
         mask = self.mask
         assert mask is not None
         assert caches[0] is not None
@@ -181,7 +181,7 @@ class Attention:
 def _counted_from_first_query(
     lse: torch.Tensor, slopes: torch.Tensor | None, cu_q_lens: torch.Tensor, kv_lens: torch.Tensor
 ) -> torch.Tensor:
-    """The lse [T, H] where ALiBi counts a query's position from the request's first query, as FlashInfer's does."""
+    """The lse [T, H] with ALiBi biases that count from the request's first query, as in FlashInfer."""
     if slopes is None or len(kv_lens) == 0:
         return lse
     tokens = torch.arange(lse.shape[0], dtype=cu_q_lens.dtype, device=lse.device)

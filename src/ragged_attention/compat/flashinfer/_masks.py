@@ -16,7 +16,7 @@ class Mask:
     visible: torch.Tensor  # bool [T, N]: whether a query sees each position of its sequence
     positions: torch.Tensor  # i64 [T], the position of each query: kv_len - q_len + i
     sequences: torch.Tensor  # i64 [T], the sequence of each query
-    draft: torch.Tensor | None  # `draft_mask` of `ragged_paged_attention`, if that says the same
+    draft: torch.Tensor | None  # an equivalent `draft_mask` of `ragged_paged_attention`, if there is one
 
     def lists(self, window_left: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The positions that each query sees, i64 [T, N] with those first, and their numbers, i32 [T]."""

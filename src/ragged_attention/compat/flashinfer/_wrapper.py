@@ -1,4 +1,4 @@
-"""What the wrappers over a paged cache of keys and values share: their state, and a run over the planned batch."""
+"""The base of the wrappers over a paged cache of keys and values: their state, and a run over the planned batch."""
 
 import functools
 from collections.abc import Callable

@@ -119,7 +119,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     @property
     def use_tensor_cores(self) -> bool:
-        """What the constructor got."""
+        """The constructor's argument, for engines that read it."""
         return self._use_tensor_cores
 
     def plan(

@@ -1,7 +1,7 @@
 """FlashInfer's MSA, the sparse attention of MiniMax M3: scores of blocks of keys, their selection, attention to them.
 
-A block is 128 positions. Where FlashInfer leaves room, these functions do as our operations: lists come in any order, a
-block that is named twice counts once, and what names no key of a sequence names nothing.
+A block is 128 positions. What FlashInfer leaves undefined is as in our operations: lists may have any order, a block
+that is listed twice counts once, and an entry that is no block of the sequence selects nothing.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ NOT_NVFP4 = "keys and values of 4 bits are not supported"
 
 
 def supports_packed_kv(device: torch.device | str) -> bool:
-    """Whether keys and values may be views of pages that hold both; they may on every device."""
+    """Whether keys and values may be views of pages that hold both: True, on every device."""
     del device
     return SUPPORTS_PACKED_KV
 
@@ -63,10 +63,10 @@ def msa_proxy_score(
         cu_seqlens_q, cu_seqlens_k: i32 [batch_size + 1].
         page_table: i32 [batch_size, max_pages].
         seqused_k: i32 [batch_size], the lengths of the sequences in pages.
-        causal: a query sees no key behind its own position. Without `q_offset` a sequence's last query stands at its
+        causal: a query sees no key after its own position. Without `q_offset`, a sequence's last query is at its
             last key.
         max_seqlen_q: without effect.
-        max_k_tiles: the number of blocks in the result; default what the longest sequence has, which is read back.
+        max_k_tiles: the number of blocks in the result; default that of the longest sequence, which is read back.
         output: a tensor for the result.
         reduce_heads: the maximum over heads, as one head.
         q_offset: the position of each sequence's first query, a number or i32 [batch_size].
@@ -94,7 +94,7 @@ def msa_proxy_score(
                 q, k.transpose(1, 2), block_size=BLOCK_SIZE, page_indices=page_table, kv_lens=lens,
                 cu_q_lens=cu_seqlens_q.to(q.device),
             )  # fmt: skip
-        else:  # each query as a sequence of what it sees
+        else:  # each query becomes a sequence of its visible keys
             rows, seen = _seen(tokens, cu_seqlens_q, lens, causal, q_offset)
             table = page_table[rows] if len(lens) else page_table.new_zeros(tokens, 1)
             scores = block_scores(
@@ -129,9 +129,9 @@ def msa_topk_select(
     Returns:
         i32 [total_qo_len, num_qo_heads, topk].
 
-    Of equal scores that of the larger block is taken. FlashInfer takes either, and its kernels for many blocks do not
-    compare the two lowest bits of a score. Where fewer than `topk` blocks have a score above -inf, FlashInfer selects
-    blocks of -inf too; here -1 stands in their place, and NaN counts as -inf.
+    Of equal scores, that of the block with the larger index wins. FlashInfer takes either, and its kernels for many
+    blocks do not compare the two lowest bits of a score. If fewer than `topk` blocks have a score above -inf,
+    FlashInfer also selects blocks with -inf. Here the list is padded with -1 instead, and NaN counts as -inf.
     """
     if max_score.dim() != 3:
         raise InvalidInput(

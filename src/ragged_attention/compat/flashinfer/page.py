@@ -70,7 +70,7 @@ def scale_pages_of(kv_cache_sf: Any, kv_layout: str) -> tuple[torch.Tensor | Non
 
 
 def scale_rows_of(kv_cache_sf: Any, kv_layout: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The scales of packed keys and values, as of pages of one position."""
+    """The scales of packed keys and values, as those of pages of one position."""
     k_scales, v_scales = scale_pages_of(kv_cache_sf, "NHD")
     if k_scales is None or v_scales is None or kv_layout == "NHD":
         return k_scales, v_scales
@@ -163,7 +163,7 @@ def nvfp4_quantize_append_paged_kv_cache(
     """Write keys and values into the pages of their requests as 4-bit codes with a scale for each 16 columns.
 
     Args:
-        append_key, append_value: [nnz, num_kv_heads, head_dim], of which head_dim is a multiple of 16.
+        append_key, append_value: [nnz, num_kv_heads, head_dim]; head_dim is a multiple of 16.
         paged_kv_cache: as for `append_paged_kv_cache`, uint8 with `head_dim // 2` columns.
         kv_cache_sf: the scales, in the same form with `head_dim // 16` columns of float8_e4m3fn, or their bytes.
         k_scale, v_scale: positive numbers, which multiply the stored values.

@@ -49,16 +49,16 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows as 4-bit codes with an e4m3 scale for each 16 columns.
 
-    As in FlashInfer's kernel a scale is `1 / global_scale * (amax * (1 / 6))`, and a code the rounded product with
-    `1 / (scale * global_scale)`. Its reciprocals are approximate and these are not, so that a number between two
-    neighbours may go to the other one. The appends divide instead.
+    As in FlashInfer's kernel, a scale is `1 / global_scale * (amax * (1 / 6))`, and a code is the rounded product with
+    `1 / (scale * global_scale)`. FlashInfer's reciprocals are approximate and these are exact, so a number between two
+    codes may round differently. The appends divide instead.
 
     Args:
-        input: [M, K] of which K is a multiple of 16.
+        input: [M, K]; K is a multiple of 16.
         global_scale: f32 [1], which multiplies stored values.
 
     Returns:
-        uint8 [M, K / 2], of whose bytes the low half is the even column, and the bytes of scales, uint8 [M, K / 16].
+        the codes, uint8 [M, K / 2], with even columns in the low halves; and the scales' bytes, uint8 [M, K / 16].
     """
     if input.dim() != 2 or input.shape[1] % GROUP:
         raise InvalidInput(f"expected input.shape to be [M, K] with K a multiple of {GROUP}, got {list(input.shape)}")
@@ -82,7 +82,7 @@ def nvfp4_kv_dequantize(
     global_scale: torch.Tensor,
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows [M, K] that `nvfp4_kv_quantize` has made codes and scales of, in a dtype.
+    """The rows [M, K] of codes and scales as made by `nvfp4_kv_quantize`, in a dtype.
 
     Args:
         fp4_data: uint8 [M, K / 2].

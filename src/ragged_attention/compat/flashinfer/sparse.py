@@ -1,7 +1,7 @@
 """FlashInfer's attention under block sparse matrices, by lists of the blocks of keys that each query sees.
 
-The matrix has a row for each query and a column for each key. Each of its blocks is one or several blocks of ours,
-whose size is a power of two. A block that is named twice counts once, of which FlashInfer promises nothing.
+The matrix has a row for each query and a column for each key. Each of its blocks is one or several blocks of our
+operations, whose size is a power of two. A block that is listed twice counts once; FlashInfer leaves this undefined.
 """
 
 import functools
@@ -26,7 +26,7 @@ NOT_POSITIONS = "lists of keys know no positions"
 
 
 class _Sparse(Planned):
-    """What both wrappers share: the planned lists, and a run of one sequence under them."""
+    """The base of both wrappers: the planned lists, and a run of one sequence under them."""
 
     _sizes: tuple[int, int, int, int, int]  # M, N, H, K, D
     _blocks: Blocks
@@ -38,7 +38,7 @@ class _Sparse(Planned):
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph=False)
 
     def _keep(self, blocks: Blocks, sizes: tuple[int, int, int, int, int], **settings: Any) -> None:
-        """What a plan ends with; the settings are attributes without their underscore."""
+        """Keep a plan's lists and settings; the settings' names are attributes without their underscore."""
         num_rows, num_columns = sizes[:2]
         of_rows, of_columns = (
             torch.tensor([0, count], dtype=torch.int32, device=self.device) for count in (num_rows, num_columns)
@@ -107,7 +107,7 @@ class BlockSparseAttentionWrapper(_Sparse):
             indptr, indices: [ceil(M / R) + 1] and [nnz], the columns of blocks in each row of blocks.
             M, N: the number of queries, and of keys, a multiple of C.
             R, C: the number of queries and of keys in a block.
-            mask: bool [nnz, R, C], what is there within each block; lists hold single keys then.
+            mask: bool [nnz, R, C], the visible entries within each block; lists then hold single keys.
             causal, pos_encoding_mode, packed_mask, block_mask, kv_block_lens, q2k_indices, q2k_num, q_scale, k_scale,
                 v_scale: not supported.
             logits_soft_cap, sm_scale, q_data_type, kv_data_type, o_data_type: as in the other wrappers.
@@ -123,7 +123,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         if R < 1 or C < 1 or N % C:
             raise InvalidInput(f"expected R >= 1 and C >= 1, which divides N, got {R=}, {C=}, {N=}")
         expect_indptr("indptr", indptr, -(-M // R))
-        # Columns of blocks, and the place in `indices` of each, for each row of blocks; -1 behind the last.
+        # For each row of blocks, the columns of its blocks and their places in `indices`, then -1.
         places = torch.arange(len(indices), dtype=torch.int32, device=self.device)
         rows = block_table(indptr, self._moved("indices", indices)), block_table(indptr, places)
         token = torch.arange(M, device=self.device)
@@ -200,8 +200,8 @@ class BlockSparseAttentionWrapper(_Sparse):
 class VariableBlockSparseAttentionWrapper(_Sparse):
     """Attention under a matrix of blocks of any sizes, another one for each KV head.
 
-    Lists hold single keys unless all sizes of columns are even. They take four bytes for each entry of the matrix that
-    is there, at worst.
+    Lists hold single keys unless all sizes of columns are even. In the worst case they take four bytes for each visible
+    entry of the matrix.
     """
 
     def plan(
@@ -226,7 +226,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         """Keep the blocks of a matrix for each KV head, and the settings of its attention.
 
         Args:
-            block_mask_map: bool [num_kv_heads, MB, NB], which blocks are there.
+            block_mask_map: bool [num_kv_heads, MB, NB], the visible blocks.
             block_row_sz: [num_kv_heads, MB], the number of queries in each row of blocks.
             block_col_sz: [num_kv_heads, NB], the number of keys in each column of blocks.
             causal, pos_encoding_mode: not supported.
@@ -321,7 +321,7 @@ def _largest_power(number: int) -> int:
 
 
 def _divided(columns: torch.Tensor, size: int, part: int | None = None) -> tuple[torch.Tensor, int]:
-    """Lists [M, W] of blocks of any size, as lists of blocks of a power of two, and that power."""
+    """Lists [M, W] of blocks of any size as lists of blocks whose size is a power of two, and that size."""
     part = _largest_power(size) if part is None else part
     parts = torch.arange(size // part, dtype=torch.int32, device=columns.device)
     divided = columns[:, :, None] * (size // part) + parts
@@ -329,7 +329,7 @@ def _divided(columns: torch.Tensor, size: int, part: int | None = None) -> tuple
 
 
 def _listed(present: torch.Tensor) -> torch.Tensor:
-    """The columns of each row that are there, i32 [rows, as many as the fullest row has], then -1."""
+    """The true columns of each row, i32 [rows, maximum number per row], then -1."""
     counts = present.sum(1)
     order = (~present).int().argsort(dim=1, stable=True)[:, : int(counts.max()) if counts.numel() else 0]
     return order.int().masked_fill(torch.arange(order.shape[1]) >= counts[:, None], -1)

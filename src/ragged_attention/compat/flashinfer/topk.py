@@ -13,7 +13,7 @@ __all__ = ["TopKTieBreak", "top_k", "top_k_page_table_transform", "top_k_ragged_
 
 
 class TopKTieBreak(enum.IntEnum):
-    """Which of equal entries is selected: any, that at the smaller index, or that at the larger one."""
+    """The rule for equal entries: select any, the one with the smaller index, or the one with the larger index."""
 
     NONE = 0
     SMALL = 1
