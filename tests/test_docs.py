@@ -97,8 +97,21 @@ def test_commands_exist(path):
 def test_extras_exist(path):
     """tests/test_docs_site.py holds the page of installation to name all of them."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    quoted = re.findall(r"pip install '(?:\.|ragged-attention)\[([\w,-]+)\]'", path.read_text())
+    quoted = re.findall(r"pip install '\.\[([\w,-]+)\]'", path.read_text())
     assert {extra for group in quoted for extra in group.split(",")} <= set(extras)
+
+
+def test_nothing_says_that_the_package_is_on_an_index():
+    """Neither a page nor a message: `errors.how_to_install` and docs/start/install.md say how to install it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("git does not know the files")
+    wrong = re.compile(r"install(?:\s+-\S+)*\s+['\"`]?ragged[-_]attention|ragged[-_]attention\[")
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if path.suffix in (".py", ".md", ".ipynb", ".toml", ".cfg", ".txt", "") and path.is_file():
+            found = wrong.search(path.read_text(errors="replace"))
+            assert found is None, f"{name}: {found and found[0]}"
 
 
 def test_the_readme_fits_a_screen_and_says_what_has_been_run():
