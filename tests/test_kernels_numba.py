@@ -1,4 +1,4 @@
-"""The kernels for CPUs beside the suite: numbers and formats, threads, forks, the cache, other CPUs, XLA."""
+"""Tests of the CPU kernels beyond the suite: numbers and formats, threads, forks, the cache, other CPUs, XLA."""
 
 import functools
 import itertools
@@ -64,12 +64,12 @@ def _narrow(code: int, source: int, target: int, count: int, divisor: float) -> 
 
 
 def whole(count: int) -> int:
-    """So many numbers in whole vectors."""
+    """`count` rounded up to a multiple of the vector width."""
     return -(-count // LANES) * LANES
 
 
 def widened(name: str, stored: np.ndarray, count: int | None = None, factor: float = 1.0) -> np.ndarray:
-    """Stored numbers as float32; what is not written holds 7."""
+    """Stored numbers as float32; elements that were not written hold 7."""
     count = len(stored) if count is None else count
     out = np.full(whole(count) + LANES, 7, np.float32)
     _widen(_formats.CODES[name], stored.ctypes.data, out.ctypes.data, count, factor)
@@ -77,7 +77,7 @@ def widened(name: str, stored: np.ndarray, count: int | None = None, factor: flo
 
 
 def narrowed(name: str, values: np.ndarray, dtype: Any, count: int | None = None) -> np.ndarray:
-    """Float32 as they are stored; what is not written holds 77."""
+    """float32 numbers in their stored form; elements that were not written hold 77."""
     assert len(values) % LANES == 0
     out = np.full(len(values), 77, dtype)
     _narrow(_formats.CODES[name], values.ctypes.data, out.ctypes.data, len(values) if count is None else count, 1.0)
@@ -103,10 +103,10 @@ def _pair(code: int, first: int, second: int, target: int, count: int) -> None:
 @pytest.mark.parametrize("name", ["bfloat16", *QUANTIZED])
 def test_every_code_becomes_half_of_a_pair(name: str) -> None:
     stored = HALVES if name == "bfloat16" else CODES
-    behind = np.ascontiguousarray(stored[::-1])
+    second = np.ascontiguousarray(stored[::-1])
     pairs = np.full(len(stored) + LANES, 7, np.uint32)
-    _pair(_formats.CODES[name], stored.ctypes.data, behind.ctypes.data, pairs.ctypes.data, len(stored))
-    for half, expected in ((pairs << 16, stored), (pairs & 0xFFFF0000, behind)):
+    _pair(_formats.CODES[name], stored.ctypes.data, second.ctypes.data, pairs.ctypes.data, len(stored))
+    for half, expected in ((pairs << 16, stored), (pairs & 0xFFFF0000, second)):
         values = half[: len(stored)].view(np.float32)
         assert np.array_equal(values, widened(name, expected)[: len(stored)], equal_nan=True)
     assert (pairs[len(stored) :] == 7).all()
@@ -166,8 +166,8 @@ def test_no_more_is_read_and_written_than_asked_for(count: int) -> None:
 
 
 def test_subnormal_numbers_stay_where_arithmetic_takes_them_for_0() -> None:
-    """As it does in XLA's threads."""
-    small = np.arange(1, 2 * LANES + 4, dtype=np.uint32) << 16  # subnormal bfloat16, and what float32 makes of them
+    """Conversions keep subnormal numbers in threads whose arithmetic flushes them to 0, as XLA's threads do."""
+    small = np.arange(1, 2 * LANES + 4, dtype=np.uint32) << 16  # bits of float32 numbers that are subnormal in bfloat16
     values = np.concatenate([small.view(np.float32), np.zeros(LANES, np.float32)])
     stored = (small >> 16).astype(np.uint16)
     if not torch.set_flush_denormal(True):
@@ -185,7 +185,7 @@ def test_subnormal_numbers_stay_where_arithmetic_takes_them_for_0() -> None:
 
 
 def hard_values() -> np.ndarray:
-    """Values of every size, those between two codes, those beyond the largest, and NaN of both signs."""
+    """float32 values of every magnitude: also halfway between two codes, beyond the largest, and NaN of both signs."""
     rng = np.random.default_rng(0)
     finite = format_values("float8_e4m3fn")[:127]
     of_fnuz = format_values("float8_e4m3fnuz")[:128]
@@ -246,7 +246,10 @@ def _weigh(s: int, count: int, m_i: int, l_i: int, out: int) -> int:
 
 
 def test_four_rows_are_weighed_at_once() -> None:
-    """Rows without keys, with NaN and with a new largest logit keep to themselves; few keys with most weight show."""
+    """A row without keys, with a NaN or with a new largest logit does not affect the other rows.
+
+    The result's bits mark the rows in which a few keys have most of the weight.
+    """
     generator, count = np.random.default_rng(0), 16 * LANES
     logits = generator.normal(size=(4, count)).astype(np.float32)
     logits[1] = -np.inf
@@ -265,12 +268,12 @@ def test_four_rows_are_weighed_at_once() -> None:
     assert bits == 0b1000
 
     m_i, l_i, s = np.full(4, -np.inf, np.float32), np.zeros(4, np.float32), np.zeros((4, count), np.float32)
-    assert _weigh(s.ctypes.data, count, m_i.ctypes.data, l_i.ctypes.data, out.ctypes.data) == 0  # many equal weights
+    assert _weigh(s.ctypes.data, count, m_i.ctypes.data, l_i.ctypes.data, out.ctypes.data) == 0  # equal weights
 
 
 @pytest.mark.parametrize("cache_format", ["plain", "fp8_v4", "fp8_v41", "fp4_v41"])
 def test_a_key_that_a_list_names_often_keeps_its_weight(cache_format: str) -> None:
-    """The equal rounding errors of a weight that is added up many times would not cancel out."""
+    """A weight that is added many times has equal rounding errors, which would not cancel out."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.zeros(4, 16, 1, 512)
     rows[..., :32] = torch.randint(-1, 2, (4, 16, 1, 32), generator=generator)  # exact in every format
@@ -280,17 +283,17 @@ def test_a_key_that_a_list_names_often_keeps_its_weight(cache_format: str) -> No
     q = torch.zeros(1, 1, 16, 512).bfloat16()
     q[..., :32] = torch.randn(1, 1, 16, 32, generator=generator)
     named = torch.tensor([3] * 150 + [40] * 130 + [17] * 120).int()[torch.randperm(400, generator=generator)]
-    given: dict[str, Any] = {"indices": named.view(1, 1, -1), "sm_scale": 0.25, "out_dtype": torch.float32}
+    options: dict[str, Any] = {"indices": named.view(1, 1, -1), "sm_scale": 0.25, "out_dtype": torch.float32}
     rows = stored if cache_format == "plain" else dequantize_mla_cache(stored, cache_format, dtype="float32")
-    exact, _ = mla_decode(q.float(), rows.float(), backend="reference", **given)
-    found, _ = mla_decode(q, stored, backend="numba", **given)
+    exact, _ = mla_decode(q.float(), rows.float(), backend="reference", **options)
+    found, _ = mla_decode(q, stored, backend="numba", **options)
     assert (found - exact).abs().max() < 2e-5 * exact.abs().max()
 
 
 def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:
     cache = torch.zeros(1, 1, 1, 584, dtype=torch.uint8)
-    cache[..., :448] = 1  # the smallest of e4m3, 2 ** -9
-    cache[..., 576:583] = 254  # 2 ** 127
+    cache[..., :448] = 1  # the smallest positive e4m3 number, 2 ** -9
+    cache[..., 576:583] = 254  # the scale 2 ** 127
     rows = dequantize_mla_cache(cache, dtype="float32", backend="numba")
     assert torch.equal(rows[..., :448], torch.full((1, 1, 1, 448), 2.0**118))
 
@@ -299,7 +302,7 @@ def test_the_largest_scale_of_a_quantised_row_loses_nothing() -> None:
 def test_a_new_row_of_the_table_of_formats_is_all_that_a_format_needs(
     monkeypatch: pytest.MonkeyPatch, cache_layout: str
 ) -> None:
-    """No kernel knows a format by its name: this one has e2m1 values, e4m3 scales and rotary columns."""
+    """Kernels do not depend on a format's name: a new format of e2m1 values with e4m3 scales works everywhere."""
     made_up = CacheFormat(
         name="made_up", codes="float4_e2m1fn", values=512, rotary=64, group=16, scales="float8_e4m3fn",
         token_bytes=416, layouts=LAYOUTS,
@@ -351,7 +354,7 @@ def with_threads(count: int, call: Callable[[], Any]) -> Any:
 
 
 def test_the_number_of_threads_changes_no_bit() -> None:
-    skewed = batch([17] * 6 + [5000])  # the last one is split
+    skewed = batch([17] * 6 + [5000])  # the last sequence is split
     alone, together = (
         with_threads(count, lambda: ragged_paged_attention(*skewed, backend="numba")) for count in (1, 3)
     )
@@ -406,7 +409,7 @@ def test_a_branch_is_compiled_when_a_call_first_needs_it_and_kept_on_disk(tmp_pa
 
 
 def test_xla_refuses_a_call_whose_branch_this_process_lacks() -> None:
-    """A call that was not traced here, as after `jax.export`, does not go on to where no code is."""
+    """A call that was not traced in this process, as after `jax.export`, fails and does not jump to missing code."""
     jax = pytest.importorskip("jax")
     from ragged_attention.jax import ragged_paged_attention
     from ragged_attention.portable.numba._call import KERNEL
@@ -427,16 +430,16 @@ def test_xla_refuses_a_call_whose_branch_this_process_lacks() -> None:
 
 
 def test_a_cpu_without_wide_registers_gives_the_same() -> None:
-    """What LLVM makes for a CPU of which it knows nothing but the architecture."""
+    """Tests pass with the code that LLVM compiles for a generic CPU of this architecture."""
     here = Path(__file__)
-    chosen = [f"{here}::{name}" for name, value in globals().items() if name.startswith("test_") and "numbers" in name]
-    chosen += [f"{here}::test_every_code_of_every_format_is_decoded",
-               f"{here}::test_every_four_codes_become_two_pairs",
-               f"{here}::test_no_division_of_the_keys_changes_a_logit_or_a_choice",
-               f"{here}::test_exponentials_and_tangents_are_accurate",
-               f"{here}::test_the_number_of_threads_changes_no_bit"]  # fmt: skip
-    said = printed("-m", "tests.programs.tests_on_a_generic_cpu", *chosen, NUMBA_CPU_NAME="generic")
-    assert f"{len(chosen)} passed" in said
+    tests = [f"{here}::{name}" for name, value in globals().items() if name.startswith("test_") and "numbers" in name]
+    tests += [f"{here}::test_every_code_of_every_format_is_decoded",
+              f"{here}::test_every_four_codes_become_two_pairs",
+              f"{here}::test_no_division_of_the_keys_changes_a_logit_or_a_choice",
+              f"{here}::test_exponentials_and_tangents_are_accurate",
+              f"{here}::test_the_number_of_threads_changes_no_bit"]  # fmt: skip
+    output = printed("-m", "tests.programs.tests_on_a_generic_cpu", *tests, NUMBA_CPU_NAME="generic")
+    assert f"{len(tests)} passed" in output
 
 
 # ---- operands written in place, and XLA
@@ -520,7 +523,7 @@ def nan_batch(operation: str, tokens: int, keys: int) -> Callable[[], Any]:
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("keys", [20, 300])
 def test_rows_that_see_nothing_but_nan_are_nan(operation: str, tokens: int, keys: int) -> None:
-    """No maximum shows a NaN, so a row could seem to see no key at all."""
+    """A row whose logits are all NaN gives NaN. Its maximum ignores NaN, so the row could seem to see no keys."""
     assert all(result.isnan().all() for result in nan_batch(operation, tokens, keys)())
 
 
@@ -529,18 +532,18 @@ def test_rows_that_see_nothing_but_nan_are_nan(operation: str, tokens: int, keys
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_scales_may_be_any_power_of_two(name: str) -> None:
-    """Sequences of two keys, one for each code of a scale; the values have codes of NaN too."""
+    """Each code of a scale gives right results, in a sequence of two keys; some codes of the values are NaN."""
     generator, powers = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
     width, dtype = (64, torch.float8_e4m3fn) if name == "mxfp8" else (32, torch.uint8)
     k, v = (torch.randint(0, 256, (256, 2, 1, width), generator=generator).to(torch.uint8) for _ in range(2))
-    v[:, 1] = v[:, 0]  # a mean of equal numbers cancels none of their digits
+    v[:, 1] = v[:, 0]  # the mean of equal numbers loses no digits
     pages = torch.where(k & 0x7F == 0x7F, 0, k).view(dtype), v.view(dtype)
 
     def scales(least: int, most: int) -> Any:
         codes = torch.where(powers == 255, powers, powers.clamp(least, most))
         return codes.view(torch.float8_e8m0fnu).view(-1, 1, 1, 1).expand(256, 2, 1, 2)
 
-    # Beyond these, keys, queries or values would be infinite or subnormal in bfloat16, whose products count it as 0.
+    # Beyond these scales, keys, queries or values would be infinite in bfloat16, or subnormal, which counts as 0.
     q = torch.randn(256, 4, 64, generator=generator) * 2.0 ** (120 - powers.clamp(10, 220).float()).view(-1, 1, 1)
     for k_scales, v_scales in ((scales(10, 220), scales(127, 127)), (scales(127, 127), scales(0, 245))):
         given = {"k_scale_pages": k_scales, "v_scale_pages": v_scales, "return_lse": True}
@@ -563,9 +566,9 @@ def test_scales_may_be_any_power_of_two(name: str) -> None:
 
 @pytest.mark.parametrize("v_head_dim", [64, 80])  # 80 is an odd number of blocks of 16
 @pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("sliding_window", [None, 1])  # of one key, whose partner in a pair is missing
+@pytest.mark.parametrize("sliding_window", [None, 1])  # a window of 1 has one key, without a partner in its pair
 def test_scales_of_nvfp4_may_be_any_code(v_head_dim: int, strided: bool, sliding_window: int | None) -> None:
-    """Sequences of two keys, one for each code of a scale; the values have codes of NaN too."""
+    """Each code of a scale gives right results, in a sequence of two keys; some codes of the values are NaN."""
     generator, codes = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
     step, widths = 3 if strided else 1, (64, v_head_dim)
     pages, scales = [], []
@@ -592,7 +595,10 @@ def test_scales_of_nvfp4_may_be_any_code(v_head_dim: int, strided: bool, sliding
 
 
 def test_zero_points_need_not_be_integers() -> None:
-    """Codes less the nearest integer are multiplied, and what is left of the zero point is subtracted afterwards."""
+    """Fractional zero points give right results.
+
+    Kernels multiply codes minus the nearest integer, and subtract the rest of the zero point afterwards.
+    """
     generator, lens = torch.Generator().manual_seed(0), [3, 70, 400]
     size = 30, 16, 2
     pages = tuple(torch.randint(0, 256, (*size, 32), generator=generator).to(torch.uint8) for _ in range(2))
@@ -623,14 +629,14 @@ def test_zero_points_need_not_be_integers() -> None:
 
 
 def latent_batch(lens: list[tuple[int, int]], heads: int, cache_format: str, dtype: Any = torch.float32) -> Any:
-    """Sequences of so many queries and keys, in pages of 16; what no sequence has is NaN."""
+    """Sequences with the (queries, keys) in `lens`, in pages of 16; rows that belong to no sequence are NaN."""
     generator = torch.Generator().manual_seed(0)
     pages, tokens = max(keys for _, keys in lens) // 16 + 1, sum(queries for queries, _ in lens)
     table = torch.randperm(len(lens) * pages, generator=generator).view(len(lens), pages).int()
     rows = torch.randn(len(lens) * pages, 16, 1, 576, generator=generator).to(dtype)
-    for own, (_, keys) in zip(table, lens, strict=True):
-        rows[own[keys // 16].long(), keys % 16 :] = torch.nan
-        rows[own[keys // 16 + 1 :].long()] = torch.nan
+    for pages_of_sequence, (_, keys) in zip(table, lens, strict=True):
+        rows[pages_of_sequence[keys // 16].long(), keys % 16 :] = torch.nan
+        rows[pages_of_sequence[keys // 16 + 1 :].long()] = torch.nan
     return {
         "q": torch.randn(tokens, heads, 576, generator=generator).to(dtype),
         "kv_cache": rows if cache_format == "plain" else quantize_mla_cache(rows, cache_format, backend="numba"),
@@ -643,7 +649,7 @@ def latent_batch(lens: list[tuple[int, int]], heads: int, cache_format: str, dty
 @pytest.mark.parametrize("cache_format", ["plain", "fp8_v32"])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 700, "soft_cap": 4.0}], ids=str)
 def test_no_division_of_prompts_and_decodes_changes_what_latents_give(cache_format: str, options: Any) -> None:
-    """Threads change no bit, blocks and splits what rounding does; one decode is so long that it is split."""
+    """Threads change no bit; blocks and splits change results only by rounding. The long decode is split."""
     lens = [(1, 40), (33, 70), (5, 5), (0, 20), (2, 6000)]
     batch = latent_batch(lens, 3, cache_format) | options | {"return_lse": True}
 
@@ -669,7 +675,7 @@ def test_a_sequence_of_latents_has_the_same_bits_alone_and_in_a_batch() -> None:
             assert torch.equal(ragged_mla_attention(**alone), together[first:stop])
 
 
-@pytest.mark.parametrize("heads", [3, 40])  # keys as they lie, and turned
+@pytest.mark.parametrize("heads", [3, 40])  # keys as they are stored, and transposed
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_weight(
     heads: int, cache_dtype: Any
@@ -682,7 +688,7 @@ def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_wei
 
 
 def test_a_key_that_is_listed_often_rounds_no_worse() -> None:
-    """Errors of equal weights would not cancel out."""
+    """Equal weights have equal rounding errors, which would not cancel out."""
     q, rows = torch.randn(2, 1, 5, 576).bfloat16(), torch.randn(4, 1, 1, 576).bfloat16()
     indices = torch.randint(0, 4, (2, 1, 600)).int()
     options: dict[str, Any] = {"indices": indices, "soft_cap": 1.5, "out_dtype": torch.float32, "backend": "numba"}
@@ -715,20 +721,20 @@ LENGTHS = [(1, 40), (33, 70), (5, 5), (0, 20), (2, 6000), (70, 400)]
 
 
 def ranges(kind: str) -> Any:
-    """Ranges of keys of `LENGTHS`."""
+    """Key ranges for the sequences in `LENGTHS`."""
     tokens = sum(queries for queries, _ in LENGTHS)
     return torch.from_numpy(ranges_of(np.random.default_rng(0), LENGTHS, tokens, kind))
 
 
 def paged_batch(dtype: Any = torch.float32) -> dict[str, Any]:
-    """The tables of `latent_batch` with 6 heads on 2 KV heads; what no sequence has is NaN."""
-    given = latent_batch(LENGTHS, 1, "plain")
-    pages = given.pop("kv_cache")[..., :128].reshape(-1, 16, 4, 32).to(dtype)
-    return given | {"q": given["q"][:, 0, : 6 * 32].reshape(-1, 6, 32).to(dtype), "kv_pages": pages}
+    """The tables of `latent_batch`, with 6 heads on 2 KV heads; rows that belong to no sequence are NaN."""
+    batch = latent_batch(LENGTHS, 1, "plain")
+    pages = batch.pop("kv_cache")[..., :128].reshape(-1, 16, 4, 32).to(dtype)
+    return batch | {"q": batch["q"][:, 0, : 6 * 32].reshape(-1, 6, 32).to(dtype), "kv_pages": pages}
 
 
 def by_name(kind: str) -> Any:
-    """An attention over `LENGTHS` and its arguments."""
+    """An attention function and its arguments, for the sequences in `LENGTHS`."""
     if kind == "paged":
         return ragged_paged_attention, paged_batch()
     return ragged_mla_attention, latent_batch(LENGTHS, 3, kind)
@@ -737,7 +743,7 @@ def by_name(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["paged", "plain", "fp8_v32"])
 @pytest.mark.parametrize("mask", ["prefix", "spans", "few", "many", "any"])
 def test_no_division_of_what_ranges_show_changes_the_results(kind: str, mask: str) -> None:
-    """Threads change no bit, blocks and splits what rounding does."""
+    """Threads change no bit; blocks and splits change results only by rounding."""
     function, batch = by_name(kind)
     batch |= {"key_ranges": ranges(mask), "return_lse": True}
 
@@ -755,7 +761,7 @@ def test_no_division_of_what_ranges_show_changes_the_results(kind: str, mask: st
 @pytest.mark.parametrize("kind", ["paged", "plain"])
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_a_mask_has_the_same_bits_by_ranges(kind: str, window: int | None) -> None:
-    """The ranges divide the work as the mask's name does; all keys of a window are seen by one of a block's queries."""
+    """A mask given as key ranges divides the work, and gives the same bits, as the mask given by its arguments."""
     function, batch = by_name(kind)
     tables = batch["cu_q_lens"], batch["kv_lens"], len(batch["q"])
     ranged = function(**batch, key_ranges=causal_ranges(*tables, sliding_window=window), return_lse=True)
@@ -794,13 +800,13 @@ def test_a_sequence_of_latents_that_ranges_show_has_the_same_bits_alone_and_in_a
 
 
 def lists_of_blocks(size: int, length: int = 9, seed: int = 0) -> Any:
-    """Lists of blocks of `LENGTHS` for two KV heads, with doubles and entries that name nothing."""
+    """Block lists for the sequences in `LENGTHS` and two KV heads, with duplicates and unused entries."""
     kinds, tokens = Selection(kind="own", size=size, length=length), sum(queries for queries, _ in LENGTHS)
     return torch.from_numpy(lists_of(np.random.default_rng(seed), LENGTHS, tokens, 2, kinds))
 
 
 def grouped_batch(group: int, dtype: Any = torch.float32) -> dict[str, Any]:
-    """`paged_batch` with so many query heads on each of its two KV heads."""
+    """`paged_batch` with `group` query heads on each of its two KV heads."""
     batch = paged_batch(dtype)
     generator = torch.Generator().manual_seed(group)
     return batch | {"q": torch.randn(len(batch["q"]), 2 * group, 32, generator=generator).to(dtype)}
@@ -809,7 +815,7 @@ def grouped_batch(group: int, dtype: Any = torch.float32) -> dict[str, Any]:
 @pytest.mark.parametrize("group", [1, 3, 4, 20])
 @pytest.mark.parametrize("size", [1, 8, 128])
 def test_no_division_of_what_lists_name_changes_the_results(group: int, size: int) -> None:
-    """Threads change no bit, blocks and splits what rounding does."""
+    """Threads change no bit; blocks and splits change results only by rounding."""
     lists: dict[str, Any] = {"selected": lists_of_blocks(size, 40), "block_size": size, "sliding_window": 3000}
     batch: dict[str, Any] = grouped_batch(group) | lists | {"return_lse": True}
 
@@ -824,7 +830,7 @@ def test_no_division_of_what_lists_name_changes_the_results(group: int, size: in
 
 
 def packed_gradients(lists: Any, size: int, group: int = 3, nan: Any = None, **mask: Any) -> tuple[Any, ...]:
-    """The result and the gradients of packed attention over `LENGTHS`; keys and values `nan` are NaN."""
+    """The result and the gradients of packed attention over `LENGTHS`; the keys and values at `nan` are NaN."""
     edges, keys = (torch.tensor([0, *lens]).cumsum(0).int() for lens in zip(*LENGTHS, strict=True))
     generator = torch.Generator().manual_seed(0)
     shapes = ((int(edges[-1]), 2 * group, 32), (int(keys[-1]), 2, 32), (int(keys[-1]), 2, 24))
@@ -871,11 +877,11 @@ def test_the_order_of_a_list_and_doubles_in_it_change_no_bit(size: int) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_key_reaches_only_the_queries_whose_lists_name_it(dtype: Any, group: int, size: int) -> None:
-    """Other queries beside them read the same tile and have the same bits, whatever the key holds."""
+    """Other queries of the same tile have the same bits, whatever the key holds."""
     lists, (queries, keys), first = lists_of_blocks(size, 5), LENGTHS[1], LENGTHS[0][0]
-    named = 40 // size  # a block that half of the queries of the second sequence name
+    named = 40 // size  # a block that half of the second sequence's queries list
     lists[lists == named] = -1
-    lists[first : first + queries, :, 3] = 0  # with which all of them see a key that stays as it is
+    lists[first : first + queries, :, 3] = 0  # so all of them see a key that is not changed
     lists[first : first + queries : 2, :, 2] = named
     names = (lists == named).any(2).repeat_interleave(group, 1)
     names[:first], names[first + queries :] = False, False
@@ -896,7 +902,7 @@ def test_a_key_reaches_only_the_queries_whose_lists_name_it(dtype: Any, group: i
 
 
 def test_lists_of_a_long_sequence_are_marked_in_several_tables() -> None:
-    """Few single keys of many, in a decode, a chunk and a gradient."""
+    """Lists of 11 single keys among 20000 give right results in a decode, a chunk and a gradient."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = 7, 20_000
     q, k, v = (torch.randn(n, heads, 16, generator=generator) for n, heads in ((queries, 4), (keys, 2), (keys, 2)))
@@ -919,7 +925,7 @@ def test_lists_of_a_long_sequence_are_marked_in_several_tables() -> None:
 
 
 def index_batch(lens: list[tuple[int, int]], heads: int = 3, head_dim: int = 64) -> dict[str, Any]:
-    """Sequences of so many queries and keys, in pages of 16 of bytes; their logits have many ties."""
+    """Sequences with the (queries, keys) in `lens`, in byte pages of 16 keys; their logits have many ties."""
     generator = torch.Generator().manual_seed(0)
     pages, tokens = max(keys for _, keys in lens) // 16 + 1, sum(queries for queries, _ in lens)
     cache = torch.zeros(len(lens) * pages, 16, 1, head_dim + 4, dtype=torch.uint8)
@@ -936,7 +942,10 @@ def index_batch(lens: list[tuple[int, int]], heads: int = 3, head_dim: int = 64)
 
 
 def test_no_division_of_the_keys_changes_a_logit_or_a_choice() -> None:
-    """Neither threads nor blocks; the long sequence is divided among several programs, the last of which chooses."""
+    """Threads and blocks change neither logits nor choices.
+
+    The long sequence is divided among several programs, and the last of them chooses.
+    """
     batch = index_batch([(1, 17)] * 6 + [(3, 9000), (40, 700)])
     expected = indexer_logits(**batch, backend="numba")
     chosen = top_k_indices(expected, 100, backend="reference")
@@ -971,14 +980,14 @@ def test_candidates_of_a_long_sequence_are_divided_too() -> None:
 
 
 def test_scales_lie_where_their_strides_say() -> None:
-    """Behind each head's row, with rows farther than 2 ** 31 elements from the first one; and in any order."""
+    """Scales may follow each head's row, with rows more than 2 ** 31 elements apart, or have axes in any order."""
     pages, size, heads, width, far = 3, 4, 2, 32, 2**30 + 64
-    memory = torch.empty(far * 2 + size * heads * (width + 4), dtype=torch.uint8)  # of which little is touched
+    memory = torch.empty(far * 2 + size * heads * (width + 4), dtype=torch.uint8)  # only a little of it is touched
     rows = memory.as_strided((pages, size, heads, width + 4), (far, heads * (width + 4), width + 4, 1))
     scales = memory.view(torch.float32)[width // 4 :].as_strided(
         (pages, size, heads, 1), (far // 4, heads * (width + 4) // 4, (width + 4) // 4, 1)
     )
-    turned = torch.zeros(2, heads, size, pages, dtype=torch.float16).permute(3, 2, 1, 0)
+    transposed = torch.zeros(2, heads, size, pages, dtype=torch.float16).permute(3, 2, 1, 0)
     values = torch.zeros(pages, size, heads, width // 2, dtype=torch.uint8)
     torch.manual_seed(0)
     k, v = torch.randn(2, pages * size, heads, width)
@@ -987,15 +996,15 @@ def test_scales_lie_where_their_strides_say() -> None:
         "k_scale_pages": torch.zeros(pages, size, heads, 1),
         "v_scale_pages": torch.zeros(pages, size, heads, 2, dtype=torch.float16),
     }
-    apart = {
-        "kv_pages": (rows[..., :width].view(torch.int8), values), "k_scale_pages": scales, "v_scale_pages": turned,
+    far_apart = {
+        "kv_pages": (rows[..., :width].view(torch.int8), values), "k_scale_pages": scales, "v_scale_pages": transposed,
     }  # fmt: skip
     q, table = torch.randn(1, 4, width), torch.tensor([[2, 0, 1]]).int()
     lens, edges = torch.tensor([11]).int(), torch.tensor([0, 1]).int()
     outs = []
-    for cache in (near, apart):
+    for cache in (near, far_apart):
         write_kv_pages(k, v, slot_mapping=torch.arange(pages * size), **cache, backend="numba")
         outs.append(ragged_paged_attention(q, kv_lens=lens, page_indices=table, cu_q_lens=edges, **cache))
     assert torch.equal(*outs)
     assert torch.equal(near["k_scale_pages"], scales)
-    assert torch.equal(near["v_scale_pages"], turned)
+    assert torch.equal(near["v_scale_pages"], transposed)

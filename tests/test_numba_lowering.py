@@ -1,4 +1,4 @@
-"""The code that replaces Numba's for what kernels consist of means what Python means."""
+"""Our own lowering of the operations in CPU kernels, in place of Numba's, computes what Python computes."""
 
 import itertools
 import math
@@ -99,7 +99,7 @@ def results_of(function: Any, *arguments: int, dtype: Any = np.int64) -> np.ndar
 
 
 def wrapped(number):
-    """An int64 with the lower bits of a number."""
+    """The lowest 64 bits of a number, as a signed integer."""
     return (number + 2**63) % 2**64 - 2**63
 
 
@@ -132,7 +132,7 @@ def test_extremes_of_floats():
 
 
 def test_a_compiled_function_is_not_inlined_for_its_caller_s_sake(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where no code is that another process has compiled
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache: no code of other processes
     assert code_of(calls, 1).ctypes(5) == 7
     for function, attribute in ((called_from_an_inlined_one, "noinline"), (inlined_one, "alwaysinline")):
         (made,) = function.overloads.values()

@@ -1,9 +1,9 @@
-"""The emulator of PTX by itself: kernels of every kind run and planted mistakes are named, without the rest of the kit.
+"""The PTX emulator alone, without the rest of the test kit: kernels of every kind run, and mistakes are reported.
 
-The kernels run in a process apart, in which Triton compiles. There this file is a script, which prints a line of JSON
-for each of `KERNELS` and each architecture.
+The kernels run in a separate process, in which Triton compiles. There this file is a script, which prints a line of
+JSON for each of `KERNELS` and each architecture.
 """
-# Triton's types say less than its language allows.
+# Triton's type annotations are narrower than its language.
 # pyright: reportArgumentType=false
 
 import inspect
@@ -151,7 +151,7 @@ def keyword_kernel(x_ptr, seed, arch):
     tl.store(x_ptr, seed + arch)
 
 
-# ---- what is asked of them
+# ---- runs of the kernels
 
 
 def normal(*shape: int, seed: int = 0) -> Any:
@@ -163,7 +163,7 @@ def vector_add(arch: str) -> None:
     outcome = ptx.run(add_kernel, (4,), x, y, out, 1000, BLOCK, arch=arch, unwritten=[out])
     np.testing.assert_array_equal(out, x + y)
     assert any(opcode.startswith("ld.global") for opcode in outcome.opcodes)
-    out[:] = 0  # a torch tensor, a view, a grid of the constants, arguments by name, another order of warps
+    out[:] = 0  # now: a torch tensor, a grid that depends on the constants, arguments by name, another order of warps
     named = {"x_ptr": torch.from_numpy(x), "y_ptr": y, "out_ptr": out, "count": 900, "BLOCK": 128}
     ptx.run(add_kernel, lambda meta: (triton.cdiv(900, meta["BLOCK"]),), **named, num_warps=2, arch=arch, schedule=3)
     np.testing.assert_array_equal(out[:900], (x + y)[:900])
@@ -181,13 +181,13 @@ def layer_norm(arch: str) -> None:
     out, mean = torch.empty(4, 190), torch.empty(4)
     arguments = x, weight, bias, out, mean, 190, 1e-5
     outcome = ptx.run(layer_norm_kernel, (4,), *arguments, BLOCK=BLOCK, num_warps=8, arch=arch, unwritten=[out, mean])
-    assert {report.kind for report in outcome.reports.values()} <= {ptx.Rounding}  # of the sum of squares
+    assert {report.kind for report in outcome.reports.values()} <= {ptx.Rounding}  # in the sum of squares
     torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (190,), weight, bias, 1e-5))
     torch.testing.assert_close(mean, x.mean(1))
 
 
 def multiplied(arch: str, dtype: Any, **options: Any) -> ptx.Outcome:
-    """A product of matrices whose last tiles are partial, held to torch's."""
+    """Multiply matrices whose last tiles are partial, and compare the product with torch's."""
     a, b = (torch.from_numpy(normal(*shape, seed=2)).to(dtype) for shape in ((100, 144), (144, 72)))
     c = torch.empty(100, 72)
     blocks = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
@@ -259,7 +259,7 @@ def access_out_of_bounds(arch: str) -> None:
     assert error.source.endswith(f"test_ptx_alone.py:{line}")
     text = ptx.compile(unmasked_kernel, (4,), x, out, BLOCK=BLOCK, arch=arch)
     assert "ld.global" in text.split("\n")[error.line - 1]
-    again = pickle.loads(pickle.dumps(error))  # as other processes give it back
+    again = pickle.loads(pickle.dumps(error))  # as a process pool returns it
     assert (type(again), str(again), again.thread) == (ptx.OutOfBounds, str(error), error.thread)
 
 
@@ -277,7 +277,7 @@ def race_of_programs(arch: str) -> None:
 
 
 def race_of_warps(arch: str) -> None:
-    """In shared memory, by which warps tell each other their sums: without the barriers."""
+    """Without barriers, there is a race in the shared memory through which warps exchange their sums."""
     x, out = normal(1, 200), np.empty((1, 200), np.float32)
     right = ptx.Emulator(arch).run(softmax_kernel, (1,), x, out, 200, BLOCK=BLOCK)
     assert not right.reports
@@ -342,7 +342,7 @@ def arguments_that_do_not_fit(arch: str) -> None:
         with pytest.raises(error, match=re.escape(text)):
             call()
     named = np.zeros(1, np.int32)
-    ptx.run(keyword_kernel, (1,), named, 3, 4, arch=arch)  # parameters that are called as options are
+    ptx.run(keyword_kernel, (1,), named, 3, 4, arch=arch)  # parameters with the names of options
     assert named[0] == 7
 
 
@@ -380,7 +380,7 @@ def main() -> None:
             error = ""
             try:
                 function(arch)
-            except BaseException:  # pytest's own failures are no Exception
+            except BaseException:  # pytest's own failures are not an Exception
                 error = traceback.format_exc()
             sys.stdout.write(json.dumps({"arch": arch, "name": name, "error": error}) + "\n")
 
@@ -445,7 +445,7 @@ $L__BB0_4:
 
 
 def test_ptx_of_another_compiler_runs() -> None:
-    """In the form that nvcc gives it: parameters by number, an array of a fixed size in shared memory."""
+    """A text in nvcc's form runs: its parameters are numbered, and a shared array has a fixed size."""
     x, out = normal(256), np.empty(256, np.float32)
     ptx.run_text(REVERSE, (2,), x, out, 256, 2.0, threads=128, unwritten=[out])
     np.testing.assert_array_equal(out, 2 * x.reshape(2, 128)[:, ::-1].ravel())
@@ -496,8 +496,8 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     example.write_text(f"{first}\nimport sys\nprint('torch' in sys.modules)")
     assert printed(str(example)) == "False\n"
     example.write_text(first + second)
-    said, shown = (re.sub(r"line \d+ \(\S*\)", "line", text) for text in (printed(str(example)), page))
-    assert said.partition("[")[0] in shown  # the registers are the compiler's
+    output, shown = (re.sub(r"line \d+ \(\S*\)", "line", text) for text in (printed(str(example)), page))
+    assert output.partition("[")[0] in shown  # up to the registers, which depend on the compiler
 
 
 if __name__ == "__main__":

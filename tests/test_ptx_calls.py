@@ -1,7 +1,7 @@
-"""Compiled Triton kernels on a CPU: calls of every kernel, and kernels that are not ours, in the emulator of PTX.
+"""Compiled Triton kernels in the PTX emulator, on a CPU: calls of every kernel of ours, and kernels of others.
 
-Where these tests run Triton interprets, for good. So the calls are made in a process of their own for each
-architecture, in which Triton compiles. There this file is a script, which answers for the checks that it is asked for.
+In the process of the tests, Triton interprets kernels and cannot be switched. So the calls run in a separate process
+for each architecture, in which Triton compiles. There this file is a script, which runs the checks that it is given.
 """
 
 import importlib
@@ -39,11 +39,11 @@ from ragged_attention.testing.varlen.specs import VarlenSpec  # noqa: E402
 from tests.apart import printed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOM = "ragged_attention.kernels_triton"
-SEEDS = {"sm_80": None, "sm_90": 1}  # an architecture and the order in which warps take turns there
+PACKAGE = "ragged_attention.kernels_triton"
+SEEDS = {"sm_80": None, "sm_90": 1}  # by architecture: the seed of the order in which warps run
 COMPILING = {
     "TRITON_INTERPRET": "0",
-    "TRITON_DEFAULT_FP_FUSION": "1",  # its default, of which Triton would warn
+    "TRITON_DEFAULT_FP_FUSION": "1",  # the default; Triton would warn about another value
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
 
@@ -103,7 +103,7 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
         check_gradients,
         GradientSpec(of=VarlenSpec(lens=((40, 70), (3, 9)), d=64, d_v=64, group=2, sinks="normal", dtype="bfloat16")),
     ),
-    # A table of 12 columns, and tables of 40 of each query.
+    # The first has one table of 12 columns, the second a table of 40 columns for each query.
     "packed gradient, a relative bias": (
         check_gradients,
         GradientSpec(
@@ -140,13 +140,13 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
         GradientSpec(of=PrefillSpec(topk=20, rows=30, tokens=3, heads=16, d_qk=80, d_v=64, dtype="bfloat16")),
     ),
 }  # fmt: skip
-# Of the suite's corners, those of kernels and paths that are not above.
+# The suite's corners for kernels and paths that `SPECS` does not cover.
 CORNERS = (
-    "attention, decode of a long sequence",  # its heads are small, and so is their merge
-    "attention, window within the last pages",  # which end before a block of keys does
+    "attention, decode of a long sequence",  # it has small heads, so its merge kernel is small
+    "attention, window within the last pages",  # the pages end inside a block of keys
     "packed gradient, 33/7",
     "write, by slots: float8_e4m3fn",
-    # No product may be fused with a sum, and no quotient approximate.
+    # In these, no product may be fused with a sum, and no quotient may be approximate.
     "write of scale pages, int8_token_head, special values",
     "write of scale pages, int4_token_head, special values",
     "write of scale pages, int4_token_head, float16 pair, by tables",
@@ -158,7 +158,7 @@ CORNERS = (
     "attention over scale pages, mxfp8, float16 queries",
     "attention over scale pages, int8_token_head, lists of blocks",
     "merge, lses far apart",
-    "paged decode, quantised, soft cap",  # by the kernels of ragged attention with scale pages
+    "paged decode, quantised, soft cap",  # runs the kernels of ragged attention with scale pages
     "paged decode, lengths of every kind",
     "chunked prefill, a partial chunk",
     "latent decode, extra cache with lengths",
@@ -192,7 +192,7 @@ CORNERS = (
 )
 
 
-# Of each kernel a call that runs it.
+# A call that runs each kernel.
 RUN_BY = {
     "_bias_gradient.bias_kernel": "packed gradient, a relative bias",
     "_blocks.block_scores_kernel": "block selection, exact, first and last",
@@ -286,7 +286,7 @@ def racing_kernel(out_ptr):
 
 
 def multiplies(arch: str) -> None:
-    """Slices of larger tensors, in a loop that Triton pipelines through shared memory."""
+    """Slices of larger tensors are multiplied in a loop that Triton pipelines through shared memory."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(150, 160, generator=generator).to(torch.float16) for _ in range(2))
     a, b, c = a[:100, :150], b[:, :136], torch.empty(100, 140)[:, :136]
@@ -301,7 +301,7 @@ def multiplies(arch: str) -> None:
 
 
 def softens(arch: str) -> None:
-    """NumPy arrays, a grid that depends on the constants, and few warps."""
+    """A kernel runs on NumPy arrays, with a grid that depends on the constants, and with few warps."""
     x = np.random.default_rng(0).standard_normal((5, 200), np.float32)
     out = np.empty_like(x)
     arguments = {"x_ptr": x, "out_ptr": out, "width": 190, "stride": 200, "scale": 2.0, "BLOCK": 256}
@@ -317,7 +317,7 @@ def pairs_kernel(arrays, count, BLOCK: tl.constexpr):
 
 
 def takes_tuples(arch: str) -> None:
-    """Of two views of one array, the second of which does not begin at a multiple of 16 bytes."""
+    """A tuple may hold two views of one array, of which the second is not aligned to 16 bytes."""
     whole = torch.arange(200, dtype=torch.float64)
     ptx.run(pairs_kernel, (1,), (whole[:50], whole[101:151]), 50, BLOCK=64, arch=arch)
     assert whole[101:151].tolist() == list(range(50))
@@ -325,7 +325,7 @@ def takes_tuples(arch: str) -> None:
 
 
 def is_watched(arch: str) -> None:
-    """What goes wrong is said: a step outside, a read of what nobody wrote, two programs that write one place."""
+    """Errors are reported: an access out of bounds, a read of unwritten memory, two programs that write one place."""
     x, out = torch.ones(5, 200), torch.ones(5, 200)
     arguments = {"x_ptr": x, "out_ptr": out[:, :100], "width": 190, "stride": 200, "scale": 2.0, "BLOCK": 256}
     expect("outside", lambda: ptx.run(softmax_kernel, (5,), **arguments, arch=arch))
@@ -338,7 +338,7 @@ def is_watched(arch: str) -> None:
 
 
 def refuses(arch: str) -> None:
-    """Too much shared memory, memory shared in secret, and what is no kernel as it is."""
+    """Too much shared memory, arrays that share memory unknowingly, and an autotuned kernel are refused."""
     a = torch.ones(256, 256)
     sizes = {"M": 256, "N": 256, "K": 256, "stride_a": 256, "stride_b": 256, "stride_c": 256}
     blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
@@ -346,7 +346,7 @@ def refuses(arch: str) -> None:
     expect("shared memory", lambda: ptx.run(matmul_kernel, (2, 2), **arguments, arch=arch, num_warps=16, num_stages=5))
     tuned = triton.autotune([triton.Config({})], key=[])(softmax_kernel)
     whole = np.zeros((4, 256), np.float32)
-    alike = {
+    sharing = {
         "x_ptr": whole,
         "out_ptr": torch.from_numpy(whole[1:]),
         "width": 9,
@@ -354,26 +354,26 @@ def refuses(arch: str) -> None:
         "scale": 1.0,
         "BLOCK": 16,
     }
-    expect("share memory to be views of one", lambda: ptx.run(softmax_kernel, (1,), **alike, arch=arch))
+    expect("share memory to be views of one", lambda: ptx.run(softmax_kernel, (1,), **sharing, arch=arch))
     expect("got Autotuner: give the function that it wraps", lambda: ptx.run(tuned, (1,), arch=arch))
 
 
 def comes_from_jax(arch: str) -> None:
-    """A call from jax, and one whose kernel reads what it must not."""
+    """A call from jax runs, and a call whose PTX has an unknown instruction fails."""
     if importlib.util.find_spec("jax") is None:
         return
     runner = CompiledRunner(framework="jax", arch=arch)
     corners = {check.name: check for check in suite.corners()}
     with runner.around():
         corners["merge, lses far apart"].run(runner, 1)
-    assert set(runner.emulator.launches) == {f"{ROOM}.merge_attention_states.merge_kernel"}
+    assert set(runner.emulator.launches) == {f"{PACKAGE}.merge_attention_states.merge_kernel"}
     runner.emulator.change = lambda name, text: text.replace("bar.sync", "bar.unknown")
     with runner.around():
         expect("Unknown: line", lambda: corners["merge, many parts"].run(runner, 1))
 
 
 def expect(text: str, run: Callable[[], Any]) -> None:
-    """That a run raises something that says `text`."""
+    """Assert that a run raises an exception whose message contains `text`."""
     with pytest.raises(Exception, match=re.escape(text)):
         run()
 
@@ -392,13 +392,13 @@ def main(arch: str) -> None:
 
 
 def watched(check: Check) -> Check:
-    """A check that also sees to it that the kernels which it is there for have run."""
+    """A check that also requires that the kernels in `RUN_BY` for it have run."""
 
     def run(runner: Any, examples: int) -> int:
         before = runner.emulator.launches.copy()
         taken = check.run(runner, examples)
         missing = {kernel for kernel, name in RUN_BY.items() if name == check.name}
-        missing -= {kernel.removeprefix(f"{ROOM}.") for kernel in runner.emulator.launches - before}
+        missing -= {kernel.removeprefix(f"{PACKAGE}.") for kernel in runner.emulator.launches - before}
         assert not missing, f"expected a launch of {', '.join(sorted(missing))}"
         return taken
 
@@ -419,17 +419,17 @@ def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str) -> None:
 
 
 def test_every_kernel_of_the_room_has_a_call() -> None:
-    assert set(RUN_BY) == kernels_of_the_room()
+    assert set(RUN_BY) == kernels_of_the_package()
     assert set(RUN_BY.values()) <= {check.name for check in calls()}
 
 
-def kernels_of_the_room() -> set[str]:
-    room, found = importlib.import_module(ROOM), set()
-    for module in pkgutil.walk_packages(room.__path__, f"{ROOM}."):
+def kernels_of_the_package() -> set[str]:
+    package, kernels = importlib.import_module(PACKAGE), set()
+    for module in pkgutil.walk_packages(package.__path__, f"{PACKAGE}."):
         for name, value in vars(importlib.import_module(module.name)).items():
             if name.endswith("_kernel") and hasattr(value, "arg_names"):
-                found.add(f"{value.fn.__module__}.{value.fn.__name__}".removeprefix(f"{ROOM}."))
-    return found
+                kernels.add(f"{value.fn.__module__}.{value.fn.__name__}".removeprefix(f"{PACKAGE}."))
+    return kernels
 
 
 @pytest.mark.parametrize(
@@ -461,13 +461,13 @@ def test_interpreted_kernels_are_refused() -> None:
 def test_the_command_says_what_it_cannot_judge(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command takes it away
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command unsets it
     assert conformance.main(arguments) == 2
     assert reason in " ".join(capsys.readouterr().out.split())
 
 
 def test_planted_faults_are_noticed() -> None:
-    """A barrier, a wait, a group and a fence that are needed; what the emulator is worth in full is a benchmark."""
+    """Dropping a needed barrier, wait, group or fence is noticed. A benchmark measures the emulator on all faults."""
     answers = printed("-m", "benchmarks.ptx_faults", "--arch", "sm_90", "--kind", "dropped", "--most", "4")
     for fault in ("bar.sync", "cp.async.wait_group", "cp.async.commit_group", "fence.proxy.async"):
         assert re.search(rf"^{fault} dropped, line \d+: (report|fault|wrong)", answers, re.MULTILINE), answers
@@ -475,11 +475,11 @@ def test_planted_faults_are_noticed() -> None:
 
 def test_the_command_judges_compiled_kernels() -> None:
     arguments = ["--backend", "triton", "--framework", "torch", "--device", "ptx:sm_80", "--only", "corner: merge, one"]
-    said = " ".join(printed("-m", "ragged_attention", "conformance", *arguments).split())
-    assert "No GPU is used: the kernels are compiled for one" in said
+    output = " ".join(printed("-m", "ragged_attention", "conformance", *arguments).split())
+    assert "No GPU is used: the kernels are compiled for one" in output
     for runner in ("torch-triton, compiled for sm_80", "torch-triton, compiled for sm_80, schedule 1"):
-        assert f"{runner} on ptx:sm_80" in said
-    assert said.count("2 passed, 0 declined, 0 FAILED") == 2
+        assert f"{runner} on ptx:sm_80" in output
+    assert output.count("2 passed, 0 declined, 0 FAILED") == 2
 
 
 def test_where_triton_interprets_nothing_is_compiled() -> None:

@@ -1,7 +1,7 @@
-"""Our CUDA kernels in the emulator of PTX: what nvcc makes of each for Hopper, launched by its own host code.
+"""Our CUDA kernels in the PTX emulator: nvcc's PTX for Hopper, launched by each kernel's own host code.
 
-The covering part has the kernels for few heads and the one that makes schedules, whose files are compiled in half a
-minute. The shards have a call of every kernel, every check of the suite, and planted faults.
+`make test` runs the kernels for few heads and the kernel that makes schedules, whose files compile in half a minute.
+The shards run a call of every kernel, every check of the suite, and planted faults.
 """
 
 import dataclasses
@@ -37,21 +37,22 @@ FEW: Mapping[str, Any] = {"topk": 150, "kv_lens": (200, 60), "format": "fp8_v32"
 
 
 def decode(**fields: Any) -> DecodeSpec:
-    """A batch of latent decode; sparse, of bfloat16 rows of 576 columns in usual pages, if nothing else is said."""
-    given = {"topk": 150, "kv_lens": (200, 60), "page_size": 64, "dtype": "bfloat16", "d_qk": 576, "d_v": 512}
-    return DecodeSpec(**given | fields)  # type: ignore[arg-type]
+    """A batch of latent decode: by default sparse, with bfloat16 rows of 576 columns in pages of 64."""
+    defaults = {"topk": 150, "kv_lens": (200, 60), "page_size": 64, "dtype": "bfloat16", "d_qk": 576, "d_v": 512}
+    return DecodeSpec(**defaults | fields)  # type: ignore[arg-type]
 
 
 def prefill(**fields: Any) -> PrefillSpec:
-    given = {"topk": 150, "rows": 200, "tokens": 2, "heads": 16, "dtype": "bfloat16", "d_qk": 576, "d_v": 512}
-    return PrefillSpec(**given | fields)  # type: ignore[arg-type]
+    defaults = {"topk": 150, "rows": 200, "tokens": 2, "heads": 16, "dtype": "bfloat16", "d_qk": 576, "d_v": 512}
+    return PrefillSpec(**defaults | fields)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call: what of the names of the kernels that it launches, besides one that makes a schedule, tells them apart.
+    """A call, and the kernels that it launches.
 
-    `splits` is an option; None has a schedule divide the keys.
+    `kernels` has a distinctive part of each kernel's name, without the kernel that makes schedules. `splits` is the
+    option `num_splits`; None lets a schedule divide the keys.
     """
 
     spec: DecodeSpec | PrefillSpec
@@ -112,7 +113,7 @@ def runner_of(seed: int | None) -> CompiledRunner:
 
 
 def expect_right(case: Case, seed: int | None) -> None:
-    """Results agree with the definition, nothing is reported, and the kernels that the case is for have run."""
+    """Assert that results agree with the reference, nothing is reported, and exactly the case's kernels have run."""
     runner = runner_of(seed)
     runner.emulator.launches.clear()
     with runner.around():
@@ -159,7 +160,7 @@ PIECES = 6
 def test_the_suite(seed: int | None, piece: int) -> None:
     runner = runner_of(seed)
     verdicts = [verdict_of(runner, check, 1) for check in suite.checks()[piece::PIECES]]
-    ANSWERED.update((operation, "cuda") for one in verdicts for operation in one.answered)  # each verdict forgets
+    ANSWERED.update((operation, "cuda") for one in verdicts for operation in one.answered)  # cleared by each verdict
     wrong = [f"{one.check}: {one.message}" for one in verdicts if one.result == "FAILED"]
     assert not wrong, "\n".join(wrong)
     assert sum(one.result == "passed" for one in verdicts) > 20
@@ -174,8 +175,8 @@ SYNCHRONISES = (
 )  # fmt: skip
 MULTIPLIES = ("bar.arrive dropped", "arrival after copies dropped", "cp.async dropped", "matrices transposed, or not")
 FETCHES = ("bulk copy dropped", "more bytes expected at an mbarrier", "fence.proxy.async dropped")
-# Of these kinds each fault is noticed in either of two places. Of `fp8_v32` waits are left out: one that the other
-# warpgroup has done before, and one for operands in registers, of which PTX has as many as it likes.
+# Each fault of these kinds is noticed at the two places where it is planted. For `fp8_v32`, two waits are left out: one
+# that the other warpgroup has already done, and one that protects operands in registers, of which PTX has any number.
 FAULTS = {
     "cuda fp8_v32 of 16 heads": (*SYNCHRONISES, *FETCHES),
     "cuda merge of few rows": ("griddepcontrol.wait dropped",),

@@ -1,4 +1,4 @@
-"""Faults planted in small PTX texts: each is noticed, and the honest text is not accused of anything."""
+"""Faults planted in small PTX texts are reported, and nothing is reported about the correct text."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ def zeros(count: int = 1024) -> np.ndarray[Any, Any]:
     return np.zeros(count, np.uint32)
 
 
-# Four bytes a thread: %r10 its own place in shared memory, %r11 that of a thread of another warp, %d2 its output.
+# Each thread has four bytes: %r10 is its place in shared memory, %r11 that of a thread in another warp, %d2 its output.
 PLACES = """
     mul.wide.u32 %d1, %thread, 4;  add.s64 %d2, %p_out, %d1;  shl.b32 %r9, %thread, 2;  mov.b32 %r8, smem;
     add.s32 %r10, %r8, %r9;  xor.b32 %r7, %r9, 508;  add.s32 %r11, %r8, %r7;
@@ -97,12 +97,12 @@ def test_two_warps_that_write_one_place():
 @pytest.mark.parametrize(
     ("one", "other", "kind"),
     [
-        ("0f3F800000", "0f3F800001", Rounding),  # 1 and its neighbour
+        ("0f3F800000", "0f3F800001", Rounding),  # 1 and the next float32
         ("0f3F800000", "0f3F801000", Race),  # 1 and 1 + 2**-11
         ("0f3F800000", "0fBF800000", Race),
         ("0f3F800000", "0f7F800000", Race),
         ("0f3F800000", "0f7FC00000", Race),
-        ("5000000", "5000001", Race),  # integers
+        ("5000000", "5000001", Race),  # integers, not floats
     ],
 )
 @pytest.mark.parametrize("space", ["shared", "global"])
@@ -171,13 +171,13 @@ def test_named_barriers_order_only_those_that_come():
         st.global.b32 [%d2], %r1;
     """
     outcome, _ = exchange(body)
-    assert len(outcome.reports) == 1  # the read without a barrier, by the upper half
+    assert len(outcome.reports) == 1  # the upper half reads without a barrier
     (line, text), *_ = outcome.reports
     assert "reads what another warp wrote" in text
     assert kernel_text(body, ["out"], THREADS).split("\n")[line - 2].strip() == "OTHERS:"
 
 
-# One half of the threads writes and goes on, the other half waits for it.
+# The lower half of the threads writes and goes on; the upper half waits for it.
 HANDED = f"""{PLACES}
     setp.ge.u32 %p1, %thread, 128;
     @%p1 bra TAKERS;
@@ -215,7 +215,7 @@ def test_what_an_arrival_does_not_order(mark, instead, report):
 
 
 def test_barriers_whose_numbers_registers_hold():
-    """Each half of the threads comes to one of its own, at the same instruction."""
+    """One instruction, whose barrier number is in a register, gives each half of the threads its own barrier."""
     body = f"""{PLACES}
         shr.u32 %r4, %thread, 7;  add.s32 %r4, %r4, 3;  mov.b32 %r5, 128;
         st.shared.b32 [%r10], %thread;
@@ -261,12 +261,12 @@ def test_part_of_a_warp(instruction, text):
         exchange(body)
     assert caught.value.thread == "CTA 0 thread 0"
     if instruction.startswith(("shfl", "vote", "redux", "bar.warp", "elect")):
-        assert not exchange(body.replace("-1", "65535"))[0].reports  # which names just those that are there
+        assert not exchange(body.replace("-1", "65535"))[0].reports  # a mask of those that execute it
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_threads_meet_where_the_text_goes_on_before_what_some_do(seed):
-    """A warp's threads wait at a barrier for those that come to it from below."""
+    """Threads wait at a barrier for threads of their warp that reach it from a later block of the text."""
     body = f"""{PLACES}
         mov.b32 %r1, 0;
         and.b32 %r2, %thread, 3;
@@ -290,7 +290,7 @@ def test_threads_meet_where_the_text_goes_on_before_what_some_do(seed):
 
 
 def test_registers_that_nobody_gave_back():
-    """Of 384 threads with 168 each, two warpgroups take 232 when the third keeps 40."""
+    """If 384 threads have 168 registers each, two warpgroups can take 232 only if the third goes down to 40."""
     body = """
         setp.lt.u32 %p1, %thread, 256;
         @%p1 bra MORE;
@@ -321,7 +321,7 @@ def test_a_shuffle_from_a_thread_that_is_not_there():
 
 
 def test_a_fault_tells_what_was_reported_before():
-    """An index that is read too early leads outside: the fault is the second thing to know."""
+    """If an index that is read too early causes an access out of bounds, the fault has the early read as a note."""
     body = f"""{PLACES}
         ld.shared.b32 %r1, [%r10];
         mul.wide.u32 %d3, %r1, 4;  add.s64 %d3, %p_out, %d3;  ld.global.b32 %r2, [%d3];
@@ -388,7 +388,7 @@ def test_threads_that_do_not_take_part_access_nothing():
 
 
 def over_two(body: str, **options: Any) -> Outcome:
-    """Two CTAs, at the same time and one after the other; %r1 is the number of each, %d2 a place for each."""
+    """Run two CTAs together and one after another; %r1 is the CTA's number, %d2 its own place."""
     setup = "mov.u32 %r1, %ctaid.x;  mul.wide.u32 %d1, %r1, 4;  add.s64 %d2, %p_out, %d1;\n"
     text = kernel_text(setup + body, ["out"], 32)
     together = run_text(text, {"out": zeros(32)}, grid=(2,), **options)
@@ -459,7 +459,7 @@ def test_memory_of_each_thread_that_it_did_not_write():
         exchange(body.replace("[%r1]", "[%r1+8]"))
 
 
-# CTA 0 leaves a value for the others in out[1] and says so in out[0].
+# CTA 0 writes a value for the others to out[1] and sets the flag out[0].
 FLAG = """
     mov.u32 %r1, %ctaid.x;  setp.ne.u32 %p1, %r1, 0;
     @%p1 bra OTHERS;
@@ -471,7 +471,7 @@ FLAG = """
     ld.ACQUIRE.gpu.global.b32 %r2, [%p_out];
     setp.eq.u32 %p2, %r2, 0;
     @%p2 bra OTHERS;
-    fence.acq_rel.gpu;  // behind
+    fence.acq_rel.gpu;  // after
     ld.global.b32 %r3, [%p_out+4];
     mul.wide.u32 %d1, %r1, 4;  add.s64 %d2, %p_out, %d1;  st.global.b32 [%d2+8], %r3;
     END:
@@ -480,7 +480,7 @@ FLAG = """
 
 def flagged(release: str, acquire: str, fences: bool, **options: Any) -> Outcome:
     body = FLAG.replace("RELEASE", release).replace("ACQUIRE", acquire)
-    body = body if fences else without(without(body, "before"), "behind")
+    body = body if fences else without(without(body, "before"), "after")
     out = zeros(6)
     outcome = run_text(kernel_text(body, ["out"], 32), {"out": out}, grid=(4,), **options)
     assert (out[3:] == 42).all()
@@ -496,8 +496,8 @@ def test_a_flag_orders_what_ctas_do(options):
         assert "reads what another CTA of this launch wrote" in report
 
 
-# Each of some CTAs adds its number to out[1] by plain accesses, by turns that a lock in out[0] gives: one thread takes
-# it, its CTA's barrier tells the others, another thread adds, and after a barrier the first gives it back.
+# Each CTA adds its number to out[1] by plain accesses, under a lock in out[0]. One thread takes the lock. After a
+# barrier another thread adds, and after a second barrier the first thread releases the lock.
 LOCKED = """
     mov.u32 %r1, %ctaid.x;  setp.eq.u32 %p1, %thread, 0;  setp.eq.u32 %p2, %thread, 40;  mov.b32 %r2, 1;
     TAKE:
@@ -556,7 +556,7 @@ def test_a_lock_that_nobody_gives_back(seed):
 
 # ---- asynchronous copies
 
-# Two groups of copies: a thread of another warp reads each once it has arrived.
+# Two groups of copies. After each has arrived, a thread of another warp reads it.
 COPIES = f"""{PLACES}
     mul.wide.u32 %d3, %thread, 4;  add.s64 %d4, %p_a, %d3;
     cp.async.ca.shared.global [%r10], [%d4], 4;
@@ -603,7 +603,7 @@ def test_copies_that_are_waited_for():
 def test_copies_that_are_not_waited_for(mark, instead, report):
     outcome, right = copies(without(COPIES, mark, instead))
     assert report in texts_of(outcome)
-    assert right == (mark == "first")  # what is read too early is not there yet; without a barrier, by luck
+    assert right == (mark == "first")  # without the barrier, the bytes happen to be there
 
 
 @pytest.mark.parametrize(("hints", "policy"), [("", ""), (".L2::cache_hint.L2::256B", ", %d7")])
@@ -619,8 +619,8 @@ def test_copies_of_less_than_their_size_are_filled_up_with_zeros(hints, policy):
     """
     a, out = np.full(4096, 7, np.uint8), np.zeros(4096, np.uint8)
     assert not run_text(kernel_text(body, ["a", "out"], THREADS), {"a": a, "out": out}, shared=4096).reports
-    given = 5 * (np.arange(256) & 3)
-    np.testing.assert_array_equal(out.reshape(256, 16), 7 * (np.arange(16) < given[:, None]))
+    sizes = 5 * (np.arange(256) & 3)
+    np.testing.assert_array_equal(out.reshape(256, 16), 7 * (np.arange(16) < sizes[:, None]))
 
 
 def test_two_threads_that_copy_to_one_place():
@@ -636,7 +636,7 @@ def test_what_is_in_use_by_a_copy():
     outcome = exchange(f"{issue}st.shared.b32 [%r10], 1;{end}")[0]
     assert "writes shared memory before a copy to it was waited for" in texts_of(outcome)
     again = "cp.async.ca.shared.global [%r10], [%p_out+4], 4;"
-    # The same bytes again are no fault; others are.
+    # Copying the same bytes again is allowed; copying other bytes is not.
     assert not exchange(f"{issue}{again}{end}")[0].reports
     different = issue.replace("cp.async", "st.global.b32 [%d2], %thread;\ncp.async")
     assert "copies to where another copy is in flight" in texts_of(exchange(f"{different}{again}{end}")[0])
@@ -646,7 +646,7 @@ def test_what_is_in_use_by_a_copy():
 
 
 def descriptor(offset: int) -> int:
-    """Of a matrix of 16 columns without swizzle: core matrices of 128 bytes, all those of 8 columns first."""
+    """The descriptor of a matrix of 16 columns without swizzle: 128-byte core matrices, columns 0 to 7 first."""
     return (SHARED_BASE + offset) >> 4 | (1024 >> 4) << 16 | (128 >> 4) << 32
 
 
@@ -655,7 +655,7 @@ MULTIPLY = f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {SUMS}, %d10, %
 FROM_REGISTERS = (
     f"wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {SUMS}, {{%r110, %r111, %r112, %r113}}, %d11, 0, 1, 1, 0;"
 )
-# 128 threads bring ones to shared memory, multiply [64, 16] by [16, 8], and store the sums, which are 16.
+# 128 threads write ones to shared memory, multiply [64, 16] by [16, 8], and store the sums, which are 16.
 PRODUCT = f"""
     mul.wide.u32 %d1, %thread, 16;  add.s64 %d2, %p_out, %d1;  shl.b32 %r9, %thread, 4;  mov.b32 %r8, smem;
     add.s32 %r10, %r8, %r9;  mov.b32 %r1, 0x3F803F80;
@@ -717,7 +717,7 @@ def test_products_that_are_disturbed(mark, instead, report):
 
 
 def test_what_is_written_between_a_fence_and_a_product():
-    """The assembler moves the fence behind it, unless a branch lies between."""
+    """Registers may be written after a fence: the assembler moves it to the product, unless a branch lies between."""
     text = "a wgmma uses registers that were written without a wgmma.fence after it"
     body = without(PRODUCT, "registers", "wgmma.fence.sync.aligned;  BRANCH\nmov.b32 %r102, 0;")
     assert not product(body.replace("BRANCH", ""))[0].reports
@@ -727,7 +727,7 @@ def test_what_is_written_between_a_fence_and_a_product():
 
 def test_registers_that_a_product_in_flight_reads():
     body = without(PRODUCT, "multiply", FROM_REGISTERS)
-    assert not product(without(body, "middle", "add.s32 %r120, %r110, 1;"))[0].reports  # to read them is no harm
+    assert not product(without(body, "middle", "add.s32 %r120, %r110, 1;"))[0].reports  # reading them is allowed
     outcome, _ = product(without(body, "middle", "mov.b32 %r112, 0;"))
     assert "overwrites a register that a wgmma in flight reads" in texts_of(outcome)
     outcome, _ = product(without(body, "registers"))
@@ -749,7 +749,7 @@ def test_products_that_add_to_the_same_registers():
 
 
 def test_another_warpgroup_needs_its_own_order():
-    """Two warpgroups multiply what the first one wrote: each is asked for the barrier and the fence."""
+    """Two warpgroups multiply what the first one wrote: each needs the barrier and the fence."""
     body = PRODUCT.replace("st.shared.v4", "@%p1 st.shared.v4").replace("bar.sync 0;", "bar.sync 0;  // all")
     body = f"setp.lt.u32 %p1, %thread, 128;\n{body}"
     outcome, right = product(body, 256)
@@ -773,7 +773,7 @@ def test_products_that_cannot_be(change, text):
 
 
 def test_a_copy_that_a_product_reads():
-    """A cp.async is followed by its wait, a fence and a barrier before a wgmma reads its bytes."""
+    """A wgmma may read the bytes of a cp.async after its wait, a fence and a barrier, but not without the wait."""
     copy = "cp.async.cg.shared.global [%r10+2048], [%d3], 16;\ncp.async.wait_all;"
     body = "mul.wide.u32 %d4, %thread, 16;  add.s64 %d3, %p_a, %d4;\n" + without(PRODUCT, "right", copy)
     arrays = {"a": np.full(512, 0x3F803F80, np.uint32), "out": np.zeros(512, np.float32)}
@@ -784,7 +784,7 @@ def test_a_copy_that_a_product_reads():
 
 
 def test_a_copy_that_arrives_at_an_mbarrier_and_that_a_product_reads():
-    """A fence of who copies says nothing of bytes that are still to come; who waited for them has to have one."""
+    """A fence of the copying thread does not cover bytes in flight; the threads that waited for them need a fence."""
     copy = """
         setp.eq.u32 %p1, %thread, 0;
         @%p1 mbarrier.init.shared::cta.b64 [%r8+4096], 128;
@@ -809,7 +809,7 @@ def test_a_copy_that_arrives_at_an_mbarrier_and_that_a_product_reads():
 
 
 def test_copies_that_arrive_and_are_waited_for_by_their_thread():
-    """Whoever waits for its own copies knows of them, whichever mbarrier they came to."""
+    """A thread that waits for its own copies knows of them, even if they arrive at an mbarrier."""
     body = f"""{PLACES}
         setp.eq.u32 %p1, %thread, 0;
         @%p1 mbarrier.init.shared::cta.b64 [%r8+1024], {THREADS};
@@ -832,14 +832,14 @@ def test_copies_that_arrive_and_are_waited_for_by_their_thread():
         assert bool(outcome.reports) != right, texts_of(outcome)
 
 
-# ---- a launch that begins before the one before it has ended
+# ---- a launch that begins before the previous one has ended
 
 WRITER = "st.global.b32 [%p_a], 7;  ld.global.b32 %r1, [%p_b];"
 WAIT = "griddepcontrol.wait;"
 
 
 def after_a_writer(body: str, *, overlapping: bool = True) -> str:
-    """What is reported of a launch behind one that writes `a` and reads `b`."""
+    """The reports of a launch that follows one which writes `a` and reads `b`."""
     memory = Memory()
     addresses = {name: np.uint64(memory.add(np.zeros(64, np.uint8), name)) for name in "ab"}
     outcomes = []
@@ -863,19 +863,19 @@ def after_a_writer(body: str, *, overlapping: bool = True) -> str:
     ],
 )
 def test_a_launch_waits_for_the_one_before(touch, report):
-    found = after_a_writer(touch)
-    assert report in found
-    assert bool(report) == bool(found)
+    reports = after_a_writer(touch)
+    assert report in reports
+    assert bool(report) == bool(reports)
     assert not after_a_writer(f"{WAIT}\n{touch}")
     assert not after_a_writer(touch, overlapping=False)
-    some = f"setp.lt.u32 %p1, %thread, 31;\n@%p1 {WAIT}\n"  # a thread did not
-    assert after_a_writer(some + touch) == found
+    almost_all = f"setp.lt.u32 %p1, %thread, 31;\n@%p1 {WAIT}\n"  # one thread does not wait
+    assert after_a_writer(almost_all + touch) == reports
 
 
 def test_loads_of_constants_meet_no_writes():
     report = "reads by ld.nc what this launch or the one before it writes"
     constant = "ld.global.nc.b32 %r1, [%p_a];"
-    assert report in after_a_writer(f"{WAIT}\n{constant}")  # waiting for that launch is not enough
+    assert report in after_a_writer(f"{WAIT}\n{constant}")  # waiting for the previous launch is not enough
     assert not after_a_writer(constant, overlapping=False)
     assert report in after_a_writer(f"st.global.b32 [%p_a], 1;\n{constant}", overlapping=False)
     assert not after_a_writer(f"st.global.b32 [%p_a+4], 1;\n{constant}", overlapping=False)

@@ -1,4 +1,4 @@
-"""Each instruction of PTX by itself, against the words of the PTX ISA: values at the edges, modes, modifiers."""
+"""Each PTX instruction alone follows the PTX ISA: edge values, modes and modifiers."""
 
 import math
 from fractions import Fraction
@@ -38,7 +38,7 @@ def i32(values: Any) -> NDArray[np.int32]:
 
 NAN, INF, TINY = math.nan, math.inf, 2.0**-149
 EDGES = np.array([0, 1, 2, 31, 32, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFE, 0xFFFFFFFF], np.uint32)
-PAIRS = tuple(x.ravel() for x in np.meshgrid(EDGES, EDGES))  # each with each
+PAIRS = tuple(x.ravel() for x in np.meshgrid(EDGES, EDGES))  # all pairs
 SIGNED_PAIRS = tuple(x.view(np.int32) for x in PAIRS)
 FLOATS = np.array([0.0, -0.0, 1.0, -1.5, TINY, -TINY, 2.0**-126, 3e38, -3e38, INF, -INF, NAN, 1 / 3], np.float32)
 FLOAT_PAIRS = tuple(x.ravel() for x in np.meshgrid(FLOATS, FLOATS))
@@ -50,7 +50,7 @@ def random_floats(count: int, seed: int, spread: int = 10) -> NDArray[np.float32
 
 
 def same(found: NDArray[Any], wanted: Any) -> None:
-    """Equal in every bit, but for NaNs, of which all are alike."""
+    """Assert that arrays are equal in every bit; all NaNs count as equal."""
     wanted = np.broadcast_to(np.asarray(wanted, found.dtype), found.shape)
     if found.dtype.kind == "f":
         assert (np.isnan(found) == np.isnan(wanted)).all()
@@ -60,7 +60,7 @@ def same(found: NDArray[Any], wanted: Any) -> None:
 
 
 def nearest(table: NDArray[Any], x: Any) -> NDArray[np.int64]:
-    """The index of the nearest of ascending numbers to each |x|; of two as near, the even index."""
+    """The index of the number in the ascending `table` that is nearest to each |x|; a tie goes to the even index."""
     size = np.abs(np.asarray(x, np.float64))
     above = np.clip(np.searchsorted(table, size), 1, len(table) - 1)
     low, high = size - table[above - 1], table[above] - size
@@ -71,7 +71,7 @@ def nearest(table: NDArray[Any], x: Any) -> NDArray[np.int64]:
 
 
 def wrapped(function: Any, *arguments: NDArray[Any]) -> NDArray[np.uint32]:
-    """A function of Python's integers, cut to 32 bits."""
+    """A function computed in Python's integers, cut to 32 bits."""
     lists = [argument.tolist() for argument in arguments]
     return np.array([function(*row) & 0xFFFFFFFF for row in zip(*lists, strict=True)], np.uint32)
 
@@ -138,7 +138,7 @@ def test_products_that_are_wider():
 
 
 def test_carries():
-    """Sums and differences of 96 bits by words, and a product of 64 by 32 bits as compilers write it."""
+    """Carries give exact sums and differences of 96 bits, and a product of 64 by 32 bits as compilers write it."""
     words = [int(word) for word in EDGES]
     a = [x | y << 32 | 0xFFFFFFFF << 64 for x in words for y in words]
     b = [y | x << 32 | 5 << 64 for x in words for y in words]
@@ -189,7 +189,7 @@ def test_pairs_of_integers():
 
 
 def extracted(a: int, position: int, length: int, signed: bool, width: int = 32) -> int:
-    """The ISA's loop for bfe."""
+    """The result of bfe, by the loop in the ISA."""
     position, length, top = position & 255, length & 255, width - 1
     sign = (a >> min(position + length - 1, top)) & 1 if signed and length else 0
     bits = [(a >> position + i) & 1 if i < length and position + i <= top else sign for i in range(width)]
@@ -197,7 +197,7 @@ def extracted(a: int, position: int, length: int, signed: bool, width: int = 32)
 
 
 def inserted(field: int, a: int, position: int, length: int) -> int:
-    """The ISA's loop for bfi."""
+    """The result of bfi, by the loop in the ISA."""
     for i in range(length & 255):
         if (at := (position & 255) + i) < 32:
             a = a & ~(1 << at) | ((field >> i) & 1) << at
@@ -240,7 +240,7 @@ def test_lop3(table):
 
 
 def test_lop3_names_its_operands_as_the_isa_does():
-    """0xF0 is the first, 0xCC the second, 0xAA the third operand."""
+    """In lop3, the table 0xF0 selects the first operand, 0xCC the second and 0xAA the third."""
     words = [np.uint32(1), np.uint32(2), np.uint32(4)]
     for table, wanted in ((0xF0, 1), (0xCC, 2), (0xAA, 4), (0x80 | 0x40 | 0x20 | 0x10 | 0xCC | 0xAA, 7)):
         same(evaluate(f"lop3.b32 %out, %a, %b, %c, {table};", *words, result="u4"), wanted)
@@ -319,7 +319,7 @@ def test_minimum_and_maximum_of_nans_and_zeros():
 
 
 def rounded(exact: Fraction) -> np.float32:
-    """The nearest float32, ties to even, found among neighbours."""
+    """The float32 nearest to a fraction, ties to even: the best of a guess and its neighbours."""
     guess = np.float32(float(exact))
     around = [np.nextafter(guess, np.float32(-INF)), guess, np.nextafter(guess, np.float32(INF))]
     return min(around, key=lambda x: (abs(Fraction(float(x)) - exact), int(x.view(np.uint32)) & 1))
@@ -327,7 +327,7 @@ def rounded(exact: Fraction) -> np.float32:
 
 def test_fma_rounds_once():
     a, b, c = (random_floats(200, seed, spread) for seed, spread in ((0, 4), (1, 4), (2, 12)))
-    # Just above, at and below the middle between two float32, by less than float64 can hold beside it.
+    # Sums at the middle between two float32, or off it by less than float64 can represent next to it.
     a[:3], b[:3], c[:3] = 1 + 2.0**-23, 1 + 2.0**-23, f32([2.0**30, -(2.0**30), 2.0**-70])
     a[3:6], b[3:6], c[3:6] = 2.0**-40, f32([2.0**-40, -(2.0**-40), 0]), 1 + 2.0**-23
     a[6:9], b[6:9], c[6:9] = 2.0**-24 * (1 + 2.0**-23), 1, f32([1, -1, 1 + 2.0**-23])
@@ -343,7 +343,7 @@ def test_fma_rounds_once():
 def test_fma_of_float64_rounds_once():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 128))
-    c = -a * b  # what is left is what rounding the product would lose
+    c = -a * b  # the result is the error that rounding the product would make
     found = evaluate("fma.rn.f64 %out, %a, %b, %c;", a, b, c, result="f8")
     exact = [
         Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
@@ -358,7 +358,7 @@ def test_fma_of_what_is_not_finite():
 
 
 def test_sums_that_are_rounded_to_odd_round_right():
-    """A tie in float32 that float64 cannot tell from its neighbours."""
+    """A sum so near a tie in float32 that float64 cannot tell them apart rounds to the right side."""
     tie = np.float64(1 + 2.0**-24)
     for small, wanted in ((2.0**-80, 1 + 2.0**-23), (-(2.0**-80), 1.0), (0.0, 1.0)):
         assert numbers.odd_sum(tie, small).astype(np.float32) == np.float32(wanted)
@@ -402,7 +402,7 @@ COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="
 
 @pytest.mark.parametrize("name", [*COMPARED, *(f"{one}u" for one in COMPARED), "num", "nan"])
 def test_comparisons_of_floats(name):
-    """An ordered one is false of NaN, `ne` too, and an unordered one true."""
+    """With a NaN, an ordered comparison is false, even `ne`, and an unordered comparison is true."""
     code = f"setp.{name}.f32 %p1, %a, %b;\nselp.b32 %out, 1, 0, %p1;"
     a, b = FLOAT_PAIRS
     unordered = np.isnan(a) | np.isnan(b)
@@ -433,7 +433,7 @@ def test_setp_with_a_second_target_and_a_predicate():
         selp.b32 %r2, 2, 0, %p2;
         or.b32 %out, %r1, %r2;
     """
-    same(evaluate(code, a, result="u4"), [0, 2, 1, 2])  # the second is (not equal) and the predicate
+    same(evaluate(code, a, result="u4"), [0, 2, 1, 2])  # the second target is (not equal) combined with the predicate
 
 
 def test_predicates():
@@ -453,12 +453,12 @@ def test_predicates():
 # ---- 16-bit and 8-bit floats
 
 
-BF16 = numbers.bf16_value(np.arange(0x7F81, dtype=np.uint16)).astype(np.float64)  # up to infinity
+BF16 = numbers.bf16_value(np.arange(0x7F81, dtype=np.uint16)).astype(np.float64)  # from 0 to infinity
 F16 = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
 
 
 def nearest_bits(x: NDArray[np.float32], kind: str) -> NDArray[np.uint16]:
-    """Round to nearest even by looking for the neighbours; beyond the largest, as if the next one were there."""
+    """The bits of x rounded to nearest even, by a search in a table that continues by one step above the largest."""
     table = (BF16 if kind == "bf16" else F16).copy()
     table[-1] = table[-2] + (table[-2] - table[-3])
     code = nearest(table, np.where(np.isnan(x), 0, np.minimum(np.abs(x), table[-1])))
@@ -478,7 +478,7 @@ def test_rounding_to_16_bits(kind):
     wanted = nearest_bits(x, kind)
     same(evaluate(f"cvt.rn.{kind}.f32 %out, %a;", x, result="u2"), wanted)
     pair = evaluate(f"cvt.rn.{kind}x2.f32 %out, %a, %b;", x, x[::-1].copy(), result="u4")
-    same(pair & 0xFFFF, wanted[::-1])  # the first operand is the upper half
+    same(pair & 0xFFFF, wanted[::-1])  # the first operand goes to the upper half
     same(pair >> 16, wanted)
     back = evaluate(f"cvt.f32.{kind} %out, %a;", wanted, result="f4")
     with np.errstate(all="ignore"):
@@ -519,14 +519,14 @@ def test_pairs_of_16_bits():
 
 
 def test_subnormal_16_bits_are_flushed():
-    """2^-130 is a bfloat16, but a subnormal one."""
+    """With .ftz, a result of 2^-130, which is subnormal in bfloat16, becomes 0."""
     a = nearest_bits(f32([-130, -126, 2]), "bf16")
     found = evaluate("ex2.approx.ftz.bf16 %out, %a;", a, result="u2")
     same(numbers.bf16_value(found), f32([0, 2.0**-126, 4]))
 
 
 def test_between_the_16_bit_formats():
-    """float16 -> bfloat16, as `cvt.rn` and in the form without it that a compiler writes."""
+    """float16 -> bfloat16 rounds to nearest, with `.rn` and in the form without it that compilers write."""
     a = f16([1.5, -2, 65504, 2.0**-24, NAN]).view(np.uint16)
     wanted = nearest_bits(a.view(np.float16).astype(np.float32), "bf16")
     same(evaluate("cvt.rn.bf16.f16 %out, %a;", a, result="u2"), wanted)
@@ -560,23 +560,23 @@ def test_pairs_of_halves_towards_zero(kind):
     x = np.concatenate([HALF_INPUTS, f32([1.0009, -1.0009, 65519, 1e-8, 1 / 3, -2 / 3, INF, -INF, np.nan])])
     found = evaluate(f"cvt.rz.{kind}x2.f32 %out, %a, %b;", x, -x, result="u4")
     same(evaluate(f"cvt.rz.{kind}.f32 %out, %a;", x, result="u2"), (found >> 16).astype(np.uint16))
-    for half, given in ((found >> 16, x), (found & 0xFFFF, -x)):
+    for half, source in ((found >> 16, x), (found & 0xFFFF, -x)):
         half = half.astype(np.uint16)
-        down, number = value(half), ~np.isnan(given)
+        down, number = value(half), ~np.isnan(source)
         above = value((half + 1).astype(np.uint16))
-        assert (np.abs(down[number]) <= np.abs(given[number])).all()
-        assert ((np.abs(above) > np.abs(given)) | np.isinf(given) | np.isnan(above))[number].all()
-        same(np.isnan(down), np.isnan(given))
+        assert (np.abs(down[number]) <= np.abs(source[number])).all()
+        assert ((np.abs(above) > np.abs(source)) | np.isinf(source) | np.isnan(above))[number].all()
+        same(np.isnan(down), np.isnan(source))
         with np.errstate(over="ignore"):
-            exact = value(bits(given)) == given
-        same(down[exact], given[exact])
+            exact = value(bits(source)) == source
+        same(down[exact], source[exact])
 
 
 def test_float32_towards_zero():
-    """Held to sums and products of fractions, which are exact."""
+    """add, sub, mul and fma with .rz agree with exact fractions, rounded towards zero."""
     rng = np.random.default_rng(0)
     a, b, c = (f32(rng.standard_normal(64) * 2.0 ** rng.integers(-40, 40, 64)) for _ in range(3))
-    b[:8] = -a[:8] * f32(1 + 2.0**-20)  # sums that cancel
+    b[:8] = -a[:8] * f32(1 + 2.0**-20)  # these sums cancel
     exact = [[Fraction(float(x)) for x in array] for array in (a, b, c)]
     for code, wanted in (
         ("add.rz.f32 %out, %a, %b;", [x + y for x, y, _ in zip(*exact, strict=True)]),
@@ -647,7 +647,7 @@ def test_integers_from_floats_saturate():
             same(evaluate(f"cvt.{mode}.{kind}.f32 %out, %a;", x, result=dtype), wanted)
     found = evaluate("cvt.rzi.s64.f32 %out, %a;", x, result="i8")
     whole = [2, 3, -2, 0, 3 * 10**9, -3 * 10**9, 2**63 - 1, 2**63 - 1, -(2**63), -(2**63)]
-    same(found, np.array(whole, np.int64))  # NaN: the highest bit alone
+    same(found, np.array(whole, np.int64))  # NaN becomes the highest bit alone
     same(evaluate("cvt.rzi.s8.f32 %out, %a;", f32([-200, 100.9]), result="i2"), np.array([-128, 100], np.int16))
 
 
@@ -739,7 +739,7 @@ def test_vectors_and_widths_of_memory():
 
 
 def atomic(code: str, start: Any, values: NDArray[Any], threads: int = 64) -> tuple[Any, NDArray[Any]]:
-    """Two CTAs change one place by `code`; what was there in the end, and what each thread found."""
+    """Let two CTAs change one place by `code`: (its final value, the value that each thread found)."""
     size = values.itemsize
     body = f"""
         mov.u32 %r1, %ctaid.x;  mov.u32 %r2, %ntid.x;  mad.lo.s32 %r3, %r1, %r2, %thread;
@@ -788,7 +788,7 @@ def test_atomic_operations_on_floats():
 
 
 def test_accesses_that_others_may_meet():
-    """Ordered or not, they are atomic operations that look, or leave a value."""
+    """Relaxed, acquire, release and volatile accesses may run at the same time in several CTAs."""
     code = """
         ld.relaxed.gpu.global.b32 %r5, %to;
         st.release.gpu.global.b32 %to, 7;
@@ -820,7 +820,7 @@ def test_atomic_operations_on_shared_memory():
     assert not run_text(kernel_text(body, ["out"], 128), {"out": out}, shared=32).reports
     threads = np.arange(128)
     same(out[:, 1], [sum(other for other in range(128) if other % 4 == n % 4) for n in threads])
-    same(out[:, 0], [sum(other for other in range(n) if other % 4 == n % 4) for n in threads])  # in turn
+    same(out[:, 0], [sum(other for other in range(n) if other % 4 == n % 4) for n in threads])  # in thread order
 
 
 def test_memory_of_each_thread():
@@ -838,7 +838,7 @@ def test_memory_of_each_thread():
 
 
 def test_generic_addresses_of_own_and_of_global_memory():
-    """As LLVM keeps what it has no registers for: some lanes read their own memory where others read global memory."""
+    """One generic load may read local memory in some lanes and global memory in others, as in LLVM's spills."""
     body = """
         .local .align 8 .b8 depot[8];
         mov.b32 %r1, depot;  cvt.u64.u32 %d1, %r1;  cvta.local.u64 %d1, %d1;
@@ -875,7 +875,7 @@ def test_arrays_of_constants():
 
 
 def shuffled(mode: str, lane: int, by: int, limit: int) -> tuple[int, bool]:
-    """The ISA's words for shfl: the lane whose value is taken, and whether it was in the segment."""
+    """shfl by the ISA: the lane whose value is taken, and whether the requested lane is in the segment."""
     by, clamp, segment = by & 31, limit & 31, (limit >> 8) & 31
     last = (lane & segment) | (clamp & ~segment & 31)
     first = lane & segment
@@ -887,7 +887,7 @@ def shuffled(mode: str, lane: int, by: int, limit: int) -> tuple[int, bool]:
 @pytest.mark.parametrize("mode", ["up", "down", "bfly", "idx"])
 def test_shuffles_within_segments(mode):
     lanes = np.arange(64, dtype=np.uint32)
-    for segment in (0, 0x10, 0x18):  # of 32, 16 and 8 lanes
+    for segment in (0, 0x10, 0x18):  # segments of 32, 16 and 8 lanes
         limit = segment << 8 | (0 if mode == "up" else 31)
         for by in (1, 2, 5, 13, 40):
             shuffle = f"shfl.sync.{mode}.b32 %r1|%p1, %a, {by}, {limit}, -1;"
@@ -925,7 +925,7 @@ def test_votes_and_reductions():
 
 
 def test_a_leader_is_elected():
-    """Of the members that the mask names, in each warp."""
+    """elect.sync makes the lowest lane in each warp's member mask the leader."""
     lanes = np.arange(64, dtype=np.uint32)
     code = "elect.sync %r1|%p1, -1;\nselp.b32 %r2, 100, 0, %p1;\nadd.s32 %out, %r1, %r2;"
     same(evaluate(code, lanes, result="u4"), np.where(lanes % 32 == 0, 100, 0))
@@ -949,7 +949,7 @@ def test_part_of_a_warp_votes_for_itself():
 @pytest.mark.parametrize("trans", ["", ".trans"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_matrices_to_registers_and_back(count, trans):
-    """A lane holds two elements of a row, or transposed of a column, of each 8 x 8 matrix."""
+    """ldmatrix and stmatrix give a lane two elements of a row, or with .trans of a column, of each 8 x 8 matrix."""
     source = np.arange(count * 64, dtype=np.uint16)
     registers = ", ".join(f"%r{20 + i}" for i in range(count))
     stores = "".join(f"st.global.b32 [%d3+{128 * i}], %r{20 + i};\n" for i in range(count))
@@ -984,9 +984,8 @@ def test_matrices_to_registers_and_back(count, trans):
 EIGHT_BITS = ("e4m3", "e5m2", "s8", "u8")
 
 
-# Where element i of a lane's operands is: (row, k) of the left one, (k, column) of the right one.
 def left_place(kind: str, k: int, lane: int, i: int) -> tuple[int, int]:
-    """Element i of a lane's left operand: its row and its k, by the ISA's formulas."""
+    """The (row, k) of element i of a lane's left operand, by the ISA's formulas."""
     group, thread = divmod(lane, 4)
     if kind == "tf32":
         return group + 8 * (i & 1), thread + 4 * (i >> 1)
@@ -996,7 +995,7 @@ def left_place(kind: str, k: int, lane: int, i: int) -> tuple[int, int]:
 
 
 def right_place(kind: str, lane: int, i: int) -> tuple[int, int]:
-    """Element i of a lane's right operand: its k and its column."""
+    """The (k, column) of element i of a lane's right operand, by the ISA's formulas."""
     group, thread = divmod(lane, 4)
     if kind == "tf32":
         return thread + 4 * i, group
@@ -1064,7 +1063,7 @@ def test_mma(k, kind):
 
 
 def test_mma_with_sums_of_16_bits():
-    """Two in a register, in the order in which they are with 32 bits; ones times twos, to which the addend is added."""
+    """16-bit sums lie two to a register, in the same order as 32-bit sums; this product is 32, plus the addend."""
     ones, twos = 0x3C003C00, 0x40004000
     code = f"""
         mov.b32 %r1, {ones};  mov.b32 %r2, {twos};
@@ -1092,24 +1091,24 @@ def test_sums_of_integers_wrap_or_stop():
 
 # ---- warpgroups
 
-SWIZZLES = {"none": (0, 16), "128": (1, 128), "64": (2, 64), "32": (3, 32)}  # the descriptor's mode, bytes of a row
+SWIZZLES = {"none": (0, 16), "128": (1, 128), "64": (2, 64), "32": (3, 32)}  # (the descriptor's mode, bytes of a row)
 
 
 def swizzled(row: int, byte: int, span: int) -> int:
-    """Where a byte of row `row` lies within it: its 16-byte chunk is moved by the row."""
+    """The position of a byte in row `row` under a swizzle, which moves 16-byte chunks by the row."""
     step = {16: 0, 32: (row // 4) % 2, 64: (row // 2) % 4, 128: row % 8}[span]
     return (byte // 16 ^ step) * 16 + byte % 16
 
 
 def lay_out(matrix: NDArray[Any], span: int, transposed: bool) -> tuple[NDArray[np.uint16], tuple[int, int]]:
-    """A matrix [rows, 16] in memory: its elements, and the two distances that a descriptor tells, in bytes."""
+    """A matrix [rows, 16] as it lies in memory: its elements, and the descriptor's two distances in bytes."""
     rows, columns = matrix.shape
     along, across = (
         (rows, columns) if transposed else (columns, rows)
-    )  # elements of the contiguous dimension, and others
+    )  # elements along the contiguous and the other dimension
     image: Any = np.zeros(8192, np.uint16)
     per_row = span // 2
-    atom = 8 * span  # eight rows of the span
+    atom = 8 * span  # eight rows of the swizzle's span
     stride_across, stride_along = atom, atom * (across // 8)
     for i in range(along):
         for j in range(across):
@@ -1126,7 +1125,7 @@ def descriptor(offset: int, steps: tuple[int, int], mode: int) -> int:
 
 
 def product(n: int, kind: str, left: str, right: int, order: str, more: str = "") -> str:
-    """A kernel's body: bring 32 KiB to shared memory, multiply, and store the sums as each thread holds them."""
+    """A kernel body that copies 32 KiB to shared memory, multiplies, and stores the sums as each thread holds them."""
     loads = "".join(
         f"ld.global.v4.b32 {{%r1, %r2, %r3, %r4}}, [%d2+{2048 * i}];\n"
         f"st.shared.v4.b32 [%r6+{2048 * i}], {{%r1, %r2, %r3, %r4}};\n"
@@ -1153,7 +1152,7 @@ def product(n: int, kind: str, left: str, right: int, order: str, more: str = ""
 
 
 def gathered(out: NDArray[np.float32], n: int) -> NDArray[np.float32]:
-    """What 128 threads hold of a result as a matrix [64, n], by the ISA's formula."""
+    """The matrix [64, n] whose elements 128 threads hold, by the ISA's formula."""
     found = np.zeros((64, n), np.float32)
     for thread in range(128):
         for i in range(n // 2):
@@ -1194,7 +1193,7 @@ def test_wgmma_by_descriptors(swizzle, transposed):
 )
 @pytest.mark.parametrize("swizzle", ["none", "128"])
 def test_wgmma_on_other_kinds(kinds, sums, swizzle):
-    """32 bytes of k, whatever the elements are, and sums of three kinds; two of 16 bits in a register."""
+    """A wgmma has 32 bytes along k for every element type, and sums of three types; f16 sums lie two to a register."""
     mode, span = SWIZZLES[swizzle]
     n, width = 16, encoded(f32([0]), kinds[0]).itemsize
     rng = np.random.default_rng(n)
@@ -1208,7 +1207,7 @@ def test_wgmma_on_other_kinds(kinds, sums, swizzle):
     setup = f"mov.b64 %d10, {descriptor(0, left_steps, mode)};"
     order = "" if width != 2 else ", 0, 0"
     body = product(n, "f16", setup, descriptor(16384, right_steps, mode), order).replace("LEFT", "%d10")
-    one = {"f32": "0f3F800000", "s32": "1", "f16": "1006648320"}[sums]  # of halves two, 0x3C003C00
+    one = {"f32": "0f3F800000", "s32": "1", "f16": "1006648320"}[sums]  # for f16 two ones, 0x3C003C00
     body = body.replace("0f3F800000", one).replace("k16.f32.f16.f16", f"k{32 // width}.{sums}.{kinds[0]}.{kinds[1]}")
     if sums == "s32":
         body = body.replace("%d11, 1, 1, 1", "%d11, 1")
@@ -1246,7 +1245,7 @@ def test_wgmma_from_registers():
     np.testing.assert_allclose(gathered(arrays["out"], n), wanted, rtol=1e-5, atol=1e-5)
 
 
-# ---- what is refused, and where things are
+# ---- refused PTX, parameters, control flow and source lines
 
 
 @pytest.mark.parametrize(
@@ -1305,7 +1304,7 @@ def test_what_is_not_known_is_refused(code):
 
 
 def test_one_of_several_kernels():
-    """Each has its own text, registers and parameters; line numbers are those of the module."""
+    """Each kernel of a module has its own text, registers and parameters; line numbers are those of the module."""
     text = kernel_text("mov.b32 %r1, 1;", ["a"], 32)
     second = kernel_text("wgmma.fence.sync.aligned;", ["b"], 128).replace("test(", "other(").partition("smem[];")[2]
     module = text + second
@@ -1349,7 +1348,7 @@ def test_what_only_schedules_changes_nothing():
 
 
 def test_addresses_of_parameters():
-    """An array lies at a multiple of 64 bytes, and its generic address is in a window of its own."""
+    """An array parameter is aligned to 64 bytes, and its generic address lies in the parameter window."""
     body = "mov.b32 %r1, map;  mov.b32 %r2, a;  cvta.param.u64 %d1, 0;\nst.global.v2.b32 [%p_a], {%r1, %r2};\n"
     body += "st.global.b64 [%p_a+8], %p_map;\nst.global.b64 [%p_a+16], %d1;"
     found = np.zeros(24, np.uint8)
@@ -1363,7 +1362,7 @@ def test_addresses_of_parameters():
 
 
 def test_parameters_by_addresses():
-    """As compilers read structures: through a register, two at a time, or of another type."""
+    """Parameters can be read as compilers read structures: through a register, two at a time, or as another type."""
     body = """
         mov.b64 %d1, map;
         ld.param.v2.u32 {%r1, %r2}, [%d1+40];
@@ -1383,7 +1382,7 @@ def test_parameters_by_addresses():
 
 
 def test_labels_of_two_scopes_are_two():
-    """Inline assembly has its own, whatever their names."""
+    """Labels in the braces of inline assembly are separate, even if their names are equal."""
     turns = """
         mov.b32 %r1, 0;
         {
@@ -1400,7 +1399,7 @@ def test_labels_of_two_scopes_are_two():
 
 
 def test_loops_and_branches():
-    """Each lane turns as often as it says; lanes that leave early wait behind the loop."""
+    """Each lane runs a loop as often as its own input says; lanes that leave early wait after the loop."""
     code = """
         mov.b32 %out, 0;
         mov.b32 %r1, 0;
@@ -1427,7 +1426,7 @@ def test_the_line_of_the_source_is_told():
 
 
 def test_the_chain_of_lines_is_told():
-    """From the kernel's own line to that of the function which was inlined there, however deep."""
+    """A fault has the chain of lines from the kernel's own line to the innermost inlined function."""
     body = """
         .loc 1 42 7
         .loc 2 10 3, function_name $L__info_string0, inlined_at 1 42 7
@@ -1445,7 +1444,7 @@ def test_the_chain_of_lines_is_told():
     assert source(body.replace("inlined_at 2 10 3", "inlined_at 1 50 1")) == "kernels.py:50 > standard.py:5"
     assert source(body.replace("trap", ".loc 1 43 1\ntrap")) == "kernels.py:43"
     assert source(body.replace("trap", ".loc 1 0 0\ntrap")) is None
-    # The same place inlined elsewhere, and then not at all.
+    # A later `.loc` of the same place without `inlined_at` ends its chain.
     assert source(body.replace("trap", ".loc 2 10 3\n.loc 3 5 1, inlined_at 2 10 3\ntrap")) == (
         "helpers.py:10 > standard.py:5"
     )

@@ -1,9 +1,9 @@
-"""Triton kernels of other kinds than ours in the emulator of PTX: tensor descriptors, specialised warps, locks.
+"""Triton kernels that use what ours do not, in the PTX emulator: tensor descriptors, specialised warps, locks.
 
-They run in a process apart, in which Triton compiles; there this file is a script, which prints a line of JSON for each
-of `KERNELS` and each architecture.
+They run in a separate process, in which Triton compiles. There this file is a script, which prints a line of JSON for
+each of `KERNELS` and each architecture.
 """
-# Triton's types say less than its language allows.
+# Triton's type annotations are narrower than its language.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 
 import inspect
@@ -28,7 +28,7 @@ from tests.apart import printed  # noqa: E402
 from tests.test_ptx_calls import SEEDS  # noqa: E402
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
-SPECIALISES = VERSION >= (3, 9)  # before, Triton makes no such code for sm_90
+SPECIALISES = VERSION >= (3, 9)  # earlier versions do not specialise warps on sm_90
 
 
 # ---- kernels
@@ -38,7 +38,7 @@ SPECIALISES = VERSION >= (3, 9)  # before, Triton makes no such code for sm_90
 def tiled_product_kernel(
     a, b, c, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPECIALISED: tl.constexpr
 ):  # fmt: skip
-    """c = a @ b.T by descriptors."""
+    """c = a @ b.T, by tensor descriptors."""
     row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for step in tl.range(tl.cdiv(K, BLOCK_K), warp_specialize=SPECIALISED):
@@ -50,7 +50,7 @@ def tiled_product_kernel(
 
 @triton.jit
 def attention_kernel(q, k, v, out, count, scale, HEAD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Causal attention of one head by descriptors that the kernel makes."""
+    """Causal attention of one head, by tensor descriptors that the kernel makes."""
     tl.assume(count > 0)
     q_tiles = tl.make_tensor_descriptor(q, [count, HEAD], [HEAD, 1], [BLOCK_M, HEAD])
     k_tiles = tl.make_tensor_descriptor(k, [count, HEAD], [HEAD, 1], [BLOCK_N, HEAD])
@@ -76,7 +76,7 @@ def attention_kernel(q, k, v, out, count, scale, HEAD: tl.constexpr, BLOCK_M: tl
 
 @triton.jit
 def take_turns_kernel(x, total, lock, WIDTH: tl.constexpr, BARRIER: tl.constexpr):
-    """Each program adds a row to the total, one after the other."""
+    """Programs add a row each to the total, one after another, under a lock."""
     column = tl.arange(0, WIDTH)
     row = tl.load(x + tl.program_id(0) * WIDTH + column)
     while tl.atomic_cas(lock, 0, 1) == 1:
@@ -94,18 +94,18 @@ def fetched(pointer, place, count):
 
 @triton.jit
 def sum_kernel(x, out, count, BLOCK: tl.constexpr, num_stages: tl.constexpr):
-    """A sum, by a helper and Triton's own; `num_stages` is a parameter and an option of the launch."""
+    """A sum by a helper and by `tl.sum`; `num_stages` is both a parameter and an option of the launch."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in tl.range(0, count, BLOCK, num_stages=num_stages):
         total += fetched(x, start + tl.arange(0, BLOCK), count)
     tl.store(out, tl.sum(total, 0))
 
 
-# ---- what is asked of them
+# ---- runs of the kernels
 
 
 def product(arch: str, specialised: bool = False, change: Any = None, seed: int | None = None) -> Any:
-    """A run of the product on slices of larger arrays, in tiles beyond their ends: (outcome, result, right result)."""
+    """Run the product on slices of larger arrays, in tiles that exceed them: (outcome, result, right result)."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(140, 208, generator=generator).to(torch.float16) for _ in range(2))
     a, b, c = a[:100, :200], b[8:, 8:], torch.empty(100, 160, dtype=torch.float16)[:, :132]
@@ -127,20 +127,20 @@ def opcodes_of(outcome: Any) -> str:
 
 def products_by_descriptors(arch: str) -> None:
     for seed in (None, 2):
-        outcome, found, right = product(arch, seed=seed)
+        outcome, result, right = product(arch, seed=seed)
         assert not outcome.reports, texts(outcome)
-        torch.testing.assert_close(found.float(), right, atol=3e-2, rtol=2e-3)
+        torch.testing.assert_close(result.float(), right, atol=3e-2, rtol=2e-3)
     tiles = ("cp.async.bulk.tensor.2d.shared", "cp.async.bulk.tensor.2d.global", "mbarrier.try_wait", "wgmma.mma_async")
     for opcode in tiles if arch == "sm_90" else ("mma.sync",):
         assert opcode in opcodes_of(outcome)
 
 
 def products_of_specialised_warps(arch: str) -> None:
-    """On sm_90 some warps copy and others multiply, and tell each other by mbarriers."""
+    """On sm_90 some warps copy and others multiply, and they synchronise through mbarriers."""
     for seed in (None, 2):
-        outcome, found, right = product(arch, True, seed=seed)
+        outcome, result, right = product(arch, True, seed=seed)
         assert not outcome.reports, texts(outcome)
-        torch.testing.assert_close(found.float(), right, atol=3e-2, rtol=2e-3)
+        torch.testing.assert_close(result.float(), right, atol=3e-2, rtol=2e-3)
     if arch == "sm_90" and SPECIALISES:
         assert "setmaxnreg.dec" in opcodes_of(outcome)
 
@@ -171,7 +171,7 @@ def turns_by_a_lock(arch: str) -> None:
 
 
 def lines_of_ones_own(arch: str) -> None:
-    """Reports name the kernel's line, and where it calls helpers and Triton's library theirs."""
+    """Reports name the kernel's line and, in a helper or in Triton's library, also the line there."""
     source, begin = inspect.getsourcelines(sum_kernel.fn)
     loads = begin + next(n for n, line in enumerate(source) if "fetched(x" in line)
     sums = begin + next(n for n, line in enumerate(source) if "tl.sum(" in line)
@@ -188,11 +188,11 @@ def lines_of_ones_own(arch: str) -> None:
 
 
 def faults_in_copies_of_tiles(arch: str) -> None:
-    """What goes wrong when something is left out of what the compiler wrote."""
+    """Each change to the compiler's PTX that breaks a copy of a tile is reported."""
     if arch != "sm_90":
         return
-    seen = {name: planted(arch, pattern, instead) for name, (pattern, instead) in PLANTED.items()}
-    missed = [name for name, texts_ in seen.items() if not texts_]
+    reports = {name: planted(arch, pattern, instead) for name, (pattern, instead) in PLANTED.items()}
+    missed = [name for name, texts_ in reports.items() if not texts_]
     assert not missed, missed
 
 
@@ -206,7 +206,7 @@ PLANTED = {
 
 
 def planted(arch: str, pattern: str, instead: str) -> str:
-    """What is said of a product with a part of its PTX replaced."""
+    """The reports, or the fault, of a product with a part of its PTX replaced."""
     try:
         return texts(product(arch, change=lambda name, text: re.sub(pattern, instead, text))[0])
     except ptx.Fault as fault:

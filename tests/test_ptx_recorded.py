@@ -1,6 +1,6 @@
-"""Launches of a library of CUDA kernels, as its host code asks for them, in the emulator of PTX: a small library here.
+"""Launches that the host code of a small library of CUDA kernels requests, in the PTX emulator.
 
-Those of our own kernels are in tests/test_ptx_cuda.py.
+Launches of our own kernels are tested in tests/test_ptx_cuda.py.
 """
 
 import ctypes
@@ -20,12 +20,12 @@ if reason := toolchain.missing_to_compile():
 
 SOURCE = Path(__file__).with_name("recorded_launches.cu")
 SCALE, TWO_DIMENSIONS, CLUSTER, MAP, MAP_WITH_STEPS, MAP_UNALIGNED, MUCH_SHARED = range(7)
-BFLOAT16 = 10  # among the element types of tensor maps
-NOT_SUPPORTED, INVALID_VALUE = 801, 1  # errors of CUDA
+BFLOAT16 = 10  # an element type of tensor maps
+NOT_SUPPORTED, INVALID_VALUE = 801, 1  # error codes of CUDA
 
 
 class Call(ctypes.Structure):
-    """`Call` of the library's source."""
+    """The struct `Call` in the library's source."""
 
     _fields_ = (("x", ctypes.c_void_p), ("what", ctypes.c_int64))
 
@@ -42,7 +42,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> recorded.Library:
 
 
 def run(library: recorded.Library, what: int, x: np.ndarray, emulator: Emulator | None = None) -> list[Outcome]:
-    """What comes of the launches of a call, which returns 0."""
+    """The outcomes of the launches of a call, which must return 0."""
     outcomes: list[Outcome] = []
     code = recorded.run(
         emulator or Emulator("sm_90"), library, "call", Call(what=what), {"x": x},
@@ -53,7 +53,7 @@ def run(library: recorded.Library, what: int, x: np.ndarray, emulator: Emulator 
 
 
 def test_a_launch_runs_in_place(library: recorded.Library) -> None:
-    """With two kinds of numbers as parameters, and more threads than elements."""
+    """A kernel with an integer and a float parameter, and more threads than elements, changes `x` in place."""
     x, emulator = np.arange(100, dtype=np.float32), Emulator("sm_90")
     (outcome,) = run(library, SCALE, x, emulator)
     np.testing.assert_array_equal(x, 3 * np.arange(100, dtype=np.float32))
@@ -91,7 +91,7 @@ def test_binaries_without_ptx_are_refused() -> None:
     with pytest.raises(Unknown, match="expected a fat binary"):
         recorded.ptx_of(binary.ctypes.data)
     binary[:4] = np.frombuffer(np.uint32(recorded.MAGIC).tobytes(), np.uint8)
-    binary[6], binary[8] = 16, 32  # bytes of the header, and of the one entry behind it
-    binary[16], binary[20], binary[24] = 2, 16, 16  # machine code
+    binary[6], binary[8] = 16, 32  # bytes of the header, and of the one entry after it
+    binary[16], binary[20], binary[24] = 2, 16, 16  # an entry of machine code
     with pytest.raises(Unknown, match="expected PTX in the library"):
         recorded.ptx_of(binary.ctypes.data)

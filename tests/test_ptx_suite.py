@@ -1,7 +1,7 @@
-"""The whole suite on compiled Triton kernels, on the emulator of PTX: every architecture, under both ends of the
-window of Triton's versions. It takes hours, so `make test` has tests/test_ptx_calls.py in its place.
+"""The whole suite on compiled Triton kernels in the PTX emulator, on every architecture.
 
-What the emulator itself is worth is the business of tests/test_ptx_hazards.py and of `make ptx-faults`.
+It runs under the oldest and the newest Triton that we support. It takes hours, so `make test` runs
+tests/test_ptx_calls.py instead. tests/test_ptx_hazards.py and `make ptx-faults` test the emulator itself.
 """
 
 import importlib.util
@@ -19,8 +19,8 @@ from ragged_attention.testing.suite import checks
 ROOT = Path(__file__).parent.parent
 EARLIEST = ROOT / ".triton36"  # from `make .triton36`
 TRITONS = {"newest": None, "earliest": str(EARLIEST)}
-PIECE = 28  # checks
-# Products of 16 keys with values of four bits, under either Triton on one of the architectures.
+PIECE = 28  # the most checks in one test
+# Checks in which, under either Triton on one of the architectures, a product has 16 keys and 4-bit values.
 FEW_KEYS = [
     f"corner: {batch}"
     for batch in (
@@ -36,7 +36,7 @@ FEW_KEYS = [
 
 
 def pieces_of(*kinds: str) -> list[list[str]]:
-    """The names of the suite's checks of these kinds, in lists of checks that have little in common."""
+    """The names of the suite's checks of these kinds, in lists that each mix different checks."""
     names = [str(check) for check in checks() if check.kind in kinds]
     count = -(-len(names) // PIECE)
     return [names[first::count] for first in range(count)]
@@ -51,7 +51,7 @@ def expect_agreement(arch: str, names: list[str], triton: str | None = None, fra
         pytest.skip(f"make {EARLIEST.name} installs it, as make test-all and make test-shard do")
     wrong = []
     for verdict in ptx_runner.judged(arch, names, triton=triton, framework=framework):
-        ANSWERED.update((operation, "ptx") for operation in verdict.answered)  # in a process of its own
+        ANSWERED.update((operation, "ptx") for operation in verdict.answered)  # the checks ran in another process
         if verdict.result == "FAILED":
             wrong.append(f"{verdict.check}: {verdict.message}")
     assert not wrong, "\n".join(wrong)
@@ -67,7 +67,7 @@ def test_named_batches(arch: str, triton: str, names: list[str]) -> None:
 @pytest.mark.parametrize("triton", TRITONS)
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
 def test_four_bits_in_steps_of_few_keys(arch: str, triton: str) -> None:
-    """Of which Triton 3.6 gives threads more neighbouring keys than there are if they are loaded in single bytes."""
+    """Triton 3.6 would give a thread more neighbouring keys than there are, if they were loaded in single bytes."""
     expect_agreement(arch, FEW_KEYS, TRITONS[triton])
 
 

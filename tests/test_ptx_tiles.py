@@ -1,4 +1,4 @@
-"""mbarriers, bulk copies and tensor maps, by the PTX ISA's words; and faults planted in what uses them."""
+"""mbarriers, bulk copies and tensor maps follow the PTX ISA, and faults planted in their use are reported."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ from tests.ptx_texts import kernel_text, run_text, texts_of, without
 
 THREADS = 128
 HALF, FLOAT = 6, 7  # the element types f16 and f32
-SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # modes by the bytes of a row
-BARRIER = 16384  # where in shared memory the first mbarrier is, behind the tiles
+SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # swizzle modes, by the bytes of a row
+BARRIER = 16384  # the place of the first mbarrier in shared memory, after the tiles
 
 
 def run(body: str, arrays: Mapping[str, NDArray[Any]], maps: Any = None, shared: int = BARRIER + 64, **options: Any):
@@ -26,7 +26,7 @@ def run(body: str, arrays: Mapping[str, NDArray[Any]], maps: Any = None, shared:
 
 
 def map_of(array: NDArray[Any], box: tuple[int, ...], swizzle: int = 0, **fields: Any) -> TensorMap:
-    """The map of a whole array; its box as the array's shape is given, outermost first."""
+    """The map of a whole array. `box` has the outermost dimension first, like the array's shape."""
     width = array.itemsize
     return TensorMap(
         address=0,
@@ -40,17 +40,17 @@ def map_of(array: NDArray[Any], box: tuple[int, ...], swizzle: int = 0, **fields
 
 
 def tile_of(array: NDArray[Any], corner: tuple[int, ...], box: tuple[int, ...], outside: float) -> NDArray[Any]:
-    """The box at a corner, element by element."""
-    found = np.full(box, outside, array.dtype)
+    """The box at a corner, copied element by element; elements outside the array are `outside`."""
+    tile = np.full(box, outside, array.dtype)
     for index in np.ndindex(*box):
         place = tuple(c + i for c, i in zip(corner, index, strict=True))
         if all(0 <= p < n for p, n in zip(place, array.shape, strict=True)):
-            found[index] = array[place]
-    return found
+            tile[index] = array[place]
+    return tile
 
 
 def laid_out(rows: NDArray[Any]) -> NDArray[np.uint8]:
-    """Rows [n, bytes] as they lie in shared memory where the swizzle is as wide as they are: chunks move by the row."""
+    """Rows [n, bytes] as they lie in shared memory under a swizzle of their width, which moves chunks by the row."""
     count, span = rows.shape
     image = np.zeros((count, span), np.uint8)
     for row in range(count):
@@ -60,9 +60,9 @@ def laid_out(rows: NDArray[Any]) -> NDArray[np.uint8]:
     return image.ravel()
 
 
-# ---- one tile, there and back
+# ---- one tile, loaded and stored
 
-# %r8 the tile, %r9 the mbarrier; thread 0 copies, all wait, and each warp reads what another will read next.
+# %r8 is the tile and %r9 the mbarrier. Thread 0 copies, and all threads wait.
 LOAD = """
     setp.eq.u32 %p1, %thread, 0;  mov.b32 %r8, smem;  add.s32 %r9, %r8, 16384;
     @%p1 mbarrier.init.shared::cta.b64 [%r9], 1;  // init
@@ -73,7 +73,7 @@ LOAD = """
     mbarrier.try_wait.parity.shared::cta.b64 %p2, [%r9], 0;  // wait
     @!%p2 bra WAIT;  // again
 """
-# Each thread stores four bytes of the tile after the other, as they lie.
+# Store the tile to `out` as it lies in shared memory, four bytes per thread at a time.
 SHOW = """
     shl.b32 %r10, %thread, 2;  add.s32 %r11, %r8, %r10;  cvt.u64.u32 %d1, %r10;  add.s64 %d2, %p_out, %d1;
     mov.b32 %r12, 0;
@@ -93,7 +93,7 @@ def filled(body: str, one: TensorMap, corner: tuple[int, ...]) -> str:
 
 
 def loaded(array: NDArray[Any], one: TensorMap, corner: tuple[int, ...], body: str = LOAD + SHOW) -> Any:
-    """(outcome, the bytes of the tile in shared memory)"""
+    """Load a tile: (outcome, the bytes of the tile in shared memory)."""
     out = np.zeros(one.bytes, np.uint8)
     return run(filled(body, one, corner), {"a": array, "out": out}, {"map": ("a", one)}), out
 
@@ -132,7 +132,7 @@ def test_tiles_of_other_dimensions_without_swizzle(shape, box, corner):
 
 
 def test_a_tile_of_a_part_of_an_array():
-    """A map whose rows are further apart than they are long, and that begins within the array."""
+    """A map may begin inside an array, and its rows may be further apart than they are long."""
     whole = numbered(40, 128)
     part = whole[4:20, 32:72]
     one = dataclasses.replace(map_of(part, (8, 64), 3), address=4 * 256 + 64)
@@ -140,7 +140,7 @@ def test_a_tile_of_a_part_of_an_array():
     np.testing.assert_array_equal(found, laid_out(tile_of(part, (3, 0), (8, 64), 0).view(np.uint8)))
 
 
-# Threads write the tile as it shall lie in shared memory, and one of them copies it to global memory.
+# Threads write the tile, already laid out, to shared memory, and one of them copies it to global memory.
 STORE = """
     setp.eq.u32 %p1, %thread, 0;  mov.b32 %r8, smem;
     shl.b32 %r10, %thread, 2;  add.s32 %r11, %r8, %r10;  cvt.u64.u32 %d1, %r10;  add.s64 %d2, %p_tile, %d1;
@@ -161,7 +161,7 @@ STORE = """
 
 
 def stored(one: TensorMap, corner: tuple[int, ...], array: NDArray[Any], body: str = STORE) -> tuple[Outcome, Any]:
-    """(outcome, what was to be in the box, element by element)"""
+    """Store a tile: (outcome, the values that the box must have)."""
     box = one.box[::-1]
     values = -numbered(*box)
     tile = laid_out(values.view(np.uint8)) if one.swizzle else values.ravel().view(np.uint8)
@@ -183,7 +183,7 @@ def test_a_tile_is_stored_and_what_lies_outside_is_dropped(corner, span):
 
 
 def test_tiles_that_are_added_to_what_is_there():
-    """Two CTAs add to the same elements, one after the other."""
+    """Two CTAs add their tiles to the same elements, and both sums count."""
     array, before, box, corner = numbered(40, 64), numbered(40, 64), (16, 64), (30, 8)
     body = STORE.replace("cp.async.bulk.tensor.DIM", "cp.reduce.async.bulk.tensor.DIM").replace(
         "shared::cta.bulk_group", "shared::cta.add.bulk_group"
@@ -262,7 +262,7 @@ def test_arrivals_that_order_nothing():
 
 
 def test_arrivals_of_several_and_phases_one_after_the_other():
-    """Warp 0 counts phases to five: one thread arrives for all, the parity is that of the phase."""
+    """One thread arrives for ten, and all threads wait by parity, for five phases one after another."""
     body = """
         mov.b32 %r4, 0;
         LOOP:
@@ -283,7 +283,7 @@ def test_arrivals_of_several_and_phases_one_after_the_other():
     """
     outcome, out = exchanged(body, 10)
     assert not outcome.reports
-    assert (out == 100).all()  # phase 5 goes on: the last one of parity 0 is complete, that of parity 1 is not
+    assert (out == 100).all()  # in phase 5, the last phase of parity 0 is complete and that of parity 1 is not
 
 
 def test_bytes_count_as_arrivals_do():
@@ -343,9 +343,9 @@ def test_waiting_for_an_arrival_that_never_comes(seed):
         exchanged(TURN, THREADS + 1, seed=seed)
 
 
-# ---- copies of each thread that arrive at an mbarrier
+# ---- copies by each thread that arrive at an mbarrier
 
-# Two buffers, each with an mbarrier; all threads copy to both and wait for the second first.
+# There are two buffers, each with an mbarrier. All threads copy to both, and wait for the second one first.
 ARRIVING = """
     add.s32 %r12, %r9, 8;
     @%p1 mbarrier.init.shared::cta.b64 [%r12], 128;
@@ -379,7 +379,7 @@ def test_copies_that_arrive(seed):
     outcome, right = arriving(ARRIVING, seed=seed)
     assert not outcome.reports
     assert right
-    counted = ARRIVING.replace("arrive.noinc", "arrive")  # expects one arrival more for each that it brings
+    counted = ARRIVING.replace("arrive.noinc", "arrive")  # without .noinc, each arrival also adds one expected arrival
     waited = "mbarrier.arrive.shared::cta.b64 _, [%r9];\nmbarrier.arrive.shared::cta.b64 _, [%r12];\n    NEXT:"
     outcome, right = arriving(counted.replace("    NEXT:", waited), seed=seed)
     assert not outcome.reports
@@ -389,7 +389,7 @@ def test_copies_that_arrive(seed):
 def test_copies_that_arrive_and_are_not_waited_for():
     report = "reads shared memory before a copy to it was waited for"
     assert report in texts_of(arriving(without(ARRIVING, "wait for the second", "setp.eq.u32 %p3, 0, 0;"))[0])
-    # Those that arrive at the second mbarrier are all that a thread made, but not the other way round.
+    # An arrival at the second mbarrier covers all copies of its thread; one at the first covers only the first copy.
     late = without(ARRIVING, "wait for the first", "setp.eq.u32 %p2, 0, 0;")
     assert not arriving(late)[0].reports
     other = without(late, "wait for the second", "mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;")
@@ -405,7 +405,7 @@ def test_copies_that_arrive_too_early_or_never():
 
 
 def test_copies_that_arrive_when_a_phase_is_over():
-    """One arrival less is expected than there are: a thread's copy comes after those that were waited for."""
+    """If the phase expects one arrival fewer than there are, one thread's copy is not covered by the wait."""
     first = without(without(ARRIVING, "second"), "wait for the second", "setp.eq.u32 %p3, 0, 0;")
     first = first.replace("cp.async.ca.shared.global [%r10+512], [%d5+512], 4;", "")
     first = first.replace("ld.shared.b32 %r4, [%r11+512];", "mov.b32 %r4, 0;")
@@ -432,13 +432,13 @@ def test_a_tile_that_is_read_too_early(mark, instead, report):
 
 
 def test_warps_that_do_not_wait_themselves():
-    """One warp waits; the others need a barrier after it."""
+    """If only one warp waits for a copy, the other warps need a barrier after its wait."""
     array = numbered(40, 64)
     alone = "setp.ge.u32 %p5, %thread, 32;\n@%p5 bra OVER;\nWAIT:"
     body = LOAD.replace("WAIT:", alone) + "OVER:\nbar.sync 0;  // barrier\n" + SHOW
     one = map_of(array, (16, 64), 3)
     assert not loaded(array, one, (0, 0), body)[0].reports
-    # Each thread reads of each line; that the bytes are there by now is luck.
+    # Without the barrier the bytes happen to be there, but no order guarantees it.
     early = texts_of(loaded(array, one, (0, 0), without(body, "barrier"))[0])
     assert "reads what another warp wrote, no barrier between" in early
 
