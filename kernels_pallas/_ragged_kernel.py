@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     combined: bool
     causal: bool
     window: int | None
-    num_ranges: int  # of keys that each query sees; 0 if `causal` and `window` say which
+    num_ranges: int  # number of key ranges per query; 0 if `causal` and `window` determine the keys
     soft_cap: float | None
     has_sinks: bool
     has_lse: bool
@@ -368,7 +368,7 @@ def block_after(plan: Plan, refs: Refs, span: Span, block: Any) -> Any:
 
 
 def edges_of(plan: Plan, refs: Refs, span: Span) -> list[tuple[Any, Any]]:
-    """The ranges of a tile: of its one query, or such as hold its queries' ranges."""
+    """The ranges of a tile: those of its one query, or ranges that contain those of its queries."""
     first = span.tile * 2 * plan.num_ranges
     edges = [refs.ranges.edges[first + edge] for edge in range(2 * plan.num_ranges)]
     return list(zip(edges[::2], edges[1::2], strict=True))
@@ -527,7 +527,7 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 def zero_unseen(plan: Plan, refs: Refs, span: Span, step: Step, low: Any, high: Any) -> None:
     """Zero the keys of parts [low, high) that the tile does not see. Their weight is 0, but 0 times NaN is NaN.
 
-    Of a tile of several queries with ranges, `mix_values` zeroes keys between the ranges.
+    If a tile has several queries with ranges, `mix_values` zeroes the keys between the ranges.
     """
     base = step.block * plan.block
     seen_low = jnp.maximum(span.low - base, 0)
@@ -605,7 +605,7 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
 
 
 def row_scales(plan: Plan, refs: Refs, which: int) -> Any:
-    """The scales of the part's keys for KV head `which`; those of its values for `which` less the number of heads."""
+    """The scales of the part's keys for KV head `which`, or of its values for head `which` - K."""
     own = pl.ds(which, 1)
     return refs.scales[:, own] if plan.in_columns else refs.scales[own, :]
 
@@ -645,7 +645,7 @@ def mix_values(
 
 
 def in_ranges(plan: Plan, refs: Refs, span: Span, key: Any) -> Any:
-    """Whether the query of a tile of one sees keys."""
+    """Whether the query of a tile with one query sees keys."""
     seen = [(key >= begin) & (key < end) for begin, end in edges_of(plan, refs, span)]
     return functools.reduce(jnp.logical_or, seen)
 

@@ -1,4 +1,4 @@
-"""The ranges of keys that queries see, as a launch of ragged paged attention reads them, made by jax before it."""
+"""Key ranges in the form that a launch of ragged paged attention reads, prepared by XLA before the launch."""
 
 from typing import Any, NamedTuple
 
@@ -8,19 +8,19 @@ from ragged_attention.kernels_pallas._blocks import cdiv
 
 
 class Ranges(NamedTuple):
-    """What a launch knows of its tiles' ranges, in scalar memory. Tiles are numbered over all sequences."""
+    """The ranges of a launch's tiles, in scalar memory. Tiles are numbered across all sequences."""
 
     first_tiles: Any  # i32 [S], the number of each sequence's first tile
     lows: Any  # i32 [tiles], the first key that any row of a tile sees
-    highs: Any  # i32 [tiles], one past the last; equal if there is none
-    edges: Any  # i32 [tiles * 2R], begins and ends in turn: each range of a tile holds those of its rows at that index
+    highs: Any  # i32 [tiles], one past the last such key; equal to `lows` if there is none
+    edges: Any  # i32 [tiles * 2R], begins and ends alternate; range r of a tile contains range r of its rows
 
 
 def ranges_of(plan: Any, seqs: Any, computed: Any, key_ranges: Any) -> tuple[Ranges, Any]:
-    """The ranges of a launch over the `computed` sequences, bool [S], and those of each row of its tiles.
+    """The `Ranges` of a launch over the `computed` sequences, bool [S], and the ranges of each row of its tiles.
 
-    The latter are i32 [tiles, 2R, rows], begins and ends in turn, in the order of `Refs.q_rows`; None for tiles of one
-    query. Ranges of rows that are not a tile's own are empty; so is [0, 0), as which all empty ranges are given.
+    The rows' ranges are i32 [tiles, 2R, rows], in which begins and ends alternate, in the order of `Refs.q_rows`. They
+    are None for tiles of one query. Empty ranges, and ranges of rows outside a tile, become [0, 0).
     """
     size, count = plan.block_q, len(seqs.starts)
     tiles = jnp.where(computed, cdiv(seqs.q_lens, size), 0)
@@ -35,7 +35,7 @@ def ranges_of(plan: Any, seqs: Any, computed: Any, key_ranges: Any) -> tuple[Ran
     some = own[..., None] & (ranges[..., 0] < ranges[..., 1])
     ranges = jnp.where(some[..., None], ranges, 0)
     highs = ranges[..., 1].max(axis=(1, 2))
-    begins = jnp.where(some, ranges[..., 0], highs[:, None, None])  # an empty range of a row widens none of its tile's
+    begins = jnp.where(some, ranges[..., 0], highs[:, None, None])  # an empty range does not widen its tile's range
     ranges_of_tiles = jnp.stack([begins.min(axis=1), ranges[..., 1].max(axis=1)], axis=-1)
     scalars = Ranges(ends - tiles, begins.min(axis=(1, 2)), highs, ranges_of_tiles.reshape(-1))
     if not plan.in_columns:

@@ -1,4 +1,4 @@
-"""The scales of pages whose rows have one for each token and KV head: their layout for the kernel, and their use.
+"""Scale pages with one scale for each token and KV head: their layout for the kernel, and their use.
 
 XLA first puts the scales of each page, K's and V's, in *lines* of `width` lanes, [P, lines, width], and a copy fetches
 a page's lines with the page. In a line, each position of the page has `stride` lanes: the scales of K's heads, of V's
@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.kernels_pallas._blocks import LANES, cdiv, next_power_of_2, round_up
 
-ROWS = 8  # of a register
+ROWS = 8  # rows of a register
 
 
 class Lines(NamedTuple):

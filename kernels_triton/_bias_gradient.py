@@ -288,7 +288,7 @@ def bias_gradient(
 
 
 def block_sizes(call: Any, tile: Any) -> tuple[int, int]:
-    """(queries, keys) per block, of the sizes of a tile. Wide ones are smaller, to fit registers and shared memory.
+    """(queries, keys) per block, from the sizes of a tile. Wide ones are smaller, to fit registers and shared memory.
 
     With as many keys as queries, the compiler unrolls the loop over keys, which takes too many registers.
     """

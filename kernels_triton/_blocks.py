@@ -163,7 +163,7 @@ def block_scores_kernel(
     token = first_token + tl.program_id(0) // num_tiles * CONFIG.BLOCK_T
     end = tl.minimum(token + CONFIG.BLOCK_T, first_token + num_rows)
     key_head = tl.program_id(1) // HEAD_BLOCKS
-    first_head = tl.program_id(1) % HEAD_BLOCKS * CONFIG.GROUP_BLOCK  # of those that share the head of keys
+    first_head = tl.program_id(1) % HEAD_BLOCKS * CONFIG.GROUP_BLOCK  # index among heads that share a head of keys
     num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, CONFIG.SIGHT.HAS_NUM_SEQS)
     batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
     tables = Tables(batch, starts_ptr, stops_ptr, num_kv_tokens, longest)

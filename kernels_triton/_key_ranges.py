@@ -1,14 +1,14 @@
-"""Which blocks of keys a block of rows visits, and which queries see a block of keys, if ranges of keys say so.
+"""Calls with key ranges: the key blocks that a block of rows visits, and the queries that see a block of keys.
 
-The rows of a block have several ranges each. Those with the same index make one range of the block, which contains
-them all. Sorted by their first keys, the ranges of the block are visited one after the other: the blocks in the middle
-of one, which every row sees, without a mask, and the others with one. Where ranges overlap, the earlier one has the
-blocks, so none is visited twice.
+Each row has several ranges. The ranges with the same index in all rows of a block form one range of the block, which
+contains them all. A block's ranges are sorted by their first keys and visited one after the other. Within a range, the
+key blocks in the middle, which every row sees, need no mask; the others do. If ranges overlap, the earlier one gets the
+shared blocks, so no block is visited twice.
 
-There are two loops with masks. Solid ranges (see `RowRanges`), which nearly all masks of models have, need to compare
-each row's ranges with keys only to hide logits. Otherwise an exact loop also finds the keys that no row sees, in blocks
-of half the size: with whole blocks, its registers would limit the tile of all three loops. Triton 3.6 needs more
-registers for the smaller blocks.
+There are two masked loops. For solid ranges (see `RowRanges`), which nearly all masks of models have, the loop compares
+each row's ranges with keys only to hide logits. For other ranges, an exact loop also finds the keys that no row sees.
+It visits blocks of half the size, because with whole blocks its registers would limit the tile of all three loops. With
+Triton 3.6, smaller blocks take more registers, so the exact loop keeps whole blocks.
 """
 
 import triton
@@ -18,8 +18,8 @@ from ragged_attention.kernels_triton._mask import meet_ranges
 from ragged_attention.kernels_triton._sequences import Edges, end_blocks, none_unless
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER
 
-SCANNED: tl.constexpr = tl.constexpr(512)  # queries that `queries_of_keys` looks at in one step
-SMALLEST_BLOCK = 16  # keys, the fewest that a matrix product can have
+SCANNED: tl.constexpr = tl.constexpr(512)  # queries that `queries_of_keys` checks per step
+SMALLEST_BLOCK = 16  # minimum keys of a matrix product
 
 
 def smaller_block(block_kv: int) -> int:
@@ -29,7 +29,7 @@ def smaller_block(block_kv: int) -> int:
 
 @triton.jit
 def ranks_of(first, KIND: tl.constexpr):
-    """The place of each range of a block when they are sorted by their first keys."""
+    """The rank of each range of a block, by the order of their first keys."""
     ranks = ()
     for index in tl.static_range(KIND.RANGES):
         rank = first[index] * 0
@@ -44,7 +44,7 @@ def ranks_of(first, KIND: tl.constexpr):
 
 @triton.jit
 def with_rank(rank, ranks, numbers, KIND: tl.constexpr):
-    """That of the numbers, one for each range, whose range has the rank."""
+    """The number of the range with this rank; `numbers` has one for each range."""
     number = numbers[0]
     for index in tl.static_range(1, KIND.RANGES):
         number = tl.where(ranks[index] == rank, numbers[index], number)
@@ -77,13 +77,13 @@ def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, ED
 
 @triton.jit
 def exact_and_other_ends(edges, solid, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks at both ends, for the exact loop and for the other one. One of the two loops visits none."""
+    """The blocks at both ends, for the exact loop and for the other masked loop. One of the loops gets none."""
     return none_unless(solid == 0, end_blocks(edges, EXACT)), none_unless(solid, end_blocks(edges, BLOCK))
 
 
 @triton.jit
 def hull_edges(visible, BLOCK: tl.constexpr):
-    """The `Edges` of one part, all of it with a mask, that has all keys that a block of rows sees."""
+    """The `Edges` of a single part that contains all keys that a block of rows sees; all of its blocks are masked."""
     start = visible.first // BLOCK * BLOCK
     end = tl.maximum((visible.last + BLOCK - 1) // BLOCK * BLOCK, start)
     return Edges(start, start, start, end, ())
@@ -114,9 +114,9 @@ def queries_of_keys(ptr, first_key, last_key, q_len, kv_len, KIND: tl.constexpr)
 
 @triton.jit
 def range_blocks(begin, end, kv_len, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """(begin, end, later) of `KeyList` for those of the blocks [begin, end) that a block of rows sees.
+    """(begin, end, later) of a `KeyList` with the blocks in [begin, end) that a block of rows sees.
 
-    The first iteration, `begin`, visits the block with that index.
+    The returned `begin` is the index of the block that the first iteration visits.
     """
     edges = range_edges(begin * BLOCK, tl.minimum(end * BLOCK, kv_len), ranges, KIND, BLOCK, BLOCK)
     begin = edges.start // BLOCK
@@ -126,7 +126,7 @@ def range_blocks(begin, end, kv_len, ranges, KIND: tl.constexpr, BLOCK: tl.const
         left, _, _, right = edges.later[part]
         later += ((end, left // BLOCK),)
         end += (right - left) // BLOCK
-    block = begin  # that of the first iteration, which is in a later part if the first one is empty
+    block = begin  # the first iteration's block, which is in a later part if the first part is empty
     for part in tl.static_range(len(later)):
         first, start = later[part]
         block = tl.where(begin < first, block, start + begin - first)

@@ -66,7 +66,7 @@ class Visible(NamedTuple):
 
 
 class RowRanges(NamedTuple):
-    """The ranges of keys that the rows of a block see. Those of the block are tuples, with one number for each range.
+    """The key ranges of a block's rows. The tuples describe the ranges of the block, with one number for each range.
 
     Each range of a row lies within the keys [first, last) of the block's range, and contains [whole_first, whole_last)
     unless that is empty.

@@ -1,9 +1,9 @@
-"""The largest logit of each query head in a call: one float32 of each head, which all programs raise.
+"""The largest logit of each query head in a call: one float32 per head, which all programs raise.
 
 The largest logit of a row is the running maximum m_i of its online softmax. If a soft cap or biases change logits, the
-loop keeps the largest one before that, the fourth item of its state. Each program raises the numbers of its rows' heads
-once, after its loop. A maximum is exact, so the order of programs does not matter. Maxima of each program, and a kernel
-that reduces them, would need an array, and a write in programs without work too.
+loop also keeps the largest logit before that change, as the fourth item of its state. Each program raises the numbers
+of its rows' heads once, after its loop. A maximum is exact, so the order of programs does not matter. A kernel that
+reduces one maximum per program would need an array for them, and a write even in programs without work.
 """
 
 from typing import Any
@@ -46,11 +46,12 @@ def largest_of_state(state):
 def raise_largest(max_ptr, largest, l_i, head, exists):
     """Raise the largest logits of heads to those of finished rows, in base 2; `l_i` are the rows' sums of weights.
 
-    A maximum hides NaN, which then shows in the sum of weights. As integers, numbers from 0 up ascend, and positive NaN
-    follows them. Negative numbers descend as unsigned integers. So numbers of either sign need a maximum or a minimum.
+    A maximum hides NaN, but the sum of weights shows it. As signed integers, numbers from 0 up keep their order, and
+    positive NaN follows them, so they take a maximum. As unsigned integers, negative numbers have the opposite order,
+    so they take a minimum.
     """
     largest = tl.where((l_i != l_i) & (largest < float("inf")), float("nan"), largest * LN2)
-    largest = tl.where(largest != largest, float("nan"), largest)  # of a clear sign
+    largest = tl.where(largest != largest, float("nan"), largest)  # a NaN whose sign bit is clear
     counts = exists & (largest != float("-inf"))
     bits = largest.to(tl.int32, bitcast=True)
     signed = max_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + head

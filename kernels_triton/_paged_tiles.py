@@ -35,7 +35,7 @@ def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[s
 
 
 def rows_of_short(call: Any, tokens: int, most: int) -> int:
-    """The rows of a short sequence that has a number of query tokens, of at most `most` rows."""
+    """The number of rows per KV head of a short sequence with this many query tokens, at most `most`."""
     return min(max(16, next_power_of_2(call.group * tokens)), most)
 
 
@@ -151,7 +151,10 @@ def looks_up(call: Any) -> bool:
 
 
 def looks_up_always(call: Any) -> bool:
-    """`looks_up` of the call if it asked for the largest logits, or more. With segments, that must change no bit."""
+    """Like `looks_up`, but the same with and without a request for the largest logits.
+
+    With segments, that request must not change any bit of the other results.
+    """
     return call.draft_mask is not None or call.soft_cap is not None or is_biased(call)
 
 

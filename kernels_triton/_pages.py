@@ -41,7 +41,7 @@ class Shape(Constants):
     DV_PAD: int
     K: Stored
     V: Stored
-    V_DTYPE: tl.dtype  # of the operands of weights and values
+    V_DTYPE: tl.dtype  # the dtype of the operands of weights and values
     Q_UNITS: bool  # whether query rows are divided by a power of two, their unit, to fit float16
     Q_TERMS: int  # terms per query element: 2 if float16 queries are the sum of two bfloat16 operands
 

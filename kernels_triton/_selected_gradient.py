@@ -106,7 +106,7 @@ class Entries(NamedTuple):
     order_ptr: tl.tensor  # the place of each entry in the lists
     begin: tl.tensor
     end: tl.tensor
-    code: tl.tensor  # that of each key's block
+    code: tl.tensor  # the code of each key's block
     q_start: tl.tensor  # the sequence's first query token
     num_q_tokens: tl.tensor
 

@@ -62,7 +62,7 @@ from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, 
 MIN_SPLIT = 256  # minimum keys per split
 MAX_SPLITS = 16
 SEGMENTS = 8  # segments of a token's own blocks in batch-invariant mode, some of which may have no blocks
-MIN_SEGMENT = 512  # minimum keys per segment, but of the last
+MIN_SEGMENT = 512  # minimum keys per segment, except the last one
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

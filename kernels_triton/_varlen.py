@@ -231,7 +231,7 @@ def find_block(block, own_edges_ptr, other_edges_ptr, num_seqs, num_own, num_oth
 class Job(NamedTuple):
     """The rows of one sequence and KV head that a program computes, and the sequence's keys; see `find_block`."""
 
-    number: tl.tensor  # that of the job whose lists of blocks the program visits; see `_selected`
+    number: tl.tensor  # the index of the job whose lists of blocks the program visits; see `_selected`
     job_row: tl.tensor  # the job's first row
     first_row: tl.tensor
     end_row: tl.tensor  # at most `first_row` if the program has no rows

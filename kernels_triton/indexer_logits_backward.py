@@ -65,7 +65,7 @@ class Tile:
     block_h: int = 16  # heads per product
     block_n: int = 32  # keys per product
     num_warps: int = 4
-    key_warps: int = 4  # those of the key kernel
+    key_warps: int = 4  # sizes of the key kernel
     num_stages: int = 1
     chunk_tokens: int = 16  # with lists, tokens per chunk
 
@@ -232,7 +232,7 @@ def key_kernel(
 class Work:
     """A call's arguments in the kernels' terms."""
 
-    arrays: tuple[Any, ...]  # those of both kernels; q stands for absent arrays
+    arrays: tuple[Any, ...]  # arguments of both kernels; q stands in for absent arrays
     numbers: dict[str, Any]
     shape: Shape
 

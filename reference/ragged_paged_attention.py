@@ -27,9 +27,9 @@ def visible(
     drafted: NDArray[np.bool_] | None = None,
     ranges: NDArray[np.int32] | None = None,
 ) -> NDArray[np.bool_]:
-    """Bool [q_len, kv_len]: whether a query sees a key.
+    """Whether each query sees each key, bool [q_len, kv_len].
 
-    `drafted` has the queries' rows of a draft mask, `ranges` their ranges of keys, [q_len, R, 2], if there are any.
+    `drafted` is the queries' rows of the draft mask, and `ranges` their key ranges [q_len, R, 2]; None without these.
     """
     position = (kv_len - q_len + np.arange(q_len))[:, None]
     key = np.arange(kv_len)[None, :]
@@ -49,9 +49,9 @@ def visible(
 
 
 def named(selected: NDArray[np.int32], block_size: int, kv_len: int) -> NDArray[np.bool_]:
-    """Bool [K or 1, q_len, kv_len]: whether a query's list for a KV head, or for all, has the block of a key.
+    """Whether a query's list names the block of a key, by KV head or for all heads, bool [K or 1, q_len, kv_len].
 
-    `selected` has the queries' rows of the lists, [q_len, K or 1, N].
+    `selected` [q_len, K or 1, N] is the queries' rows of the lists.
     """
     blocks = -(-kv_len // block_size)
     nothing = np.where((selected >= 0) & (selected < blocks), selected, blocks)  # block `blocks` has no key
@@ -63,9 +63,9 @@ def named(selected: NDArray[np.int32], block_size: int, kv_len: int) -> NDArray[
 def seen_by_heads(
     seen: NDArray[np.bool_], selected: NDArray[np.int32] | None, block_size: int | None
 ) -> NDArray[np.bool_]:
-    """Bool [K or 1, q_len, kv_len]: which keys each query sees for each KV head, or for all.
+    """Whether each query sees each key, by KV head or for all heads, bool [K or 1, q_len, kv_len].
 
-    Those that it sees by the other masks, `seen` [q_len, kv_len], and that its list names, if there are lists.
+    A query sees the keys that the other masks show, `seen` [q_len, kv_len], and that its list names, if it has one.
     """
     if selected is None:
         return seen[None]
@@ -74,29 +74,30 @@ def seen_by_heads(
 
 
 def of_head(seen: NDArray[np.bool_], kv_head: int) -> NDArray[np.bool_]:
-    """Bool [q_len, kv_len]: what `seen_by_heads` has for a KV head."""
+    """The mask [q_len, kv_len] of a KV head, from the result of `seen_by_heads`."""
     return seen[kv_head % len(seen)]
 
 
 def rows_of(array: ArrayLike | None, rows: slice) -> NDArray[Any] | None:
-    """Some queries' rows of an array that a call may not have."""
+    """The given rows of an array, or None if the call has no such array."""
     return None if array is None else np.asarray(array)[rows]
 
 
 def keys_after(q_len: int, kv_len: int) -> NDArray[np.int64]:
-    """How far each key is after each query, [q_len, kv_len]; negative for keys before it."""
+    """The distance of each key after each query, [q_len, kv_len]; negative for keys before the query."""
     return np.arange(kv_len)[None, :] - (kv_len - q_len + np.arange(q_len))[:, None]
 
 
 def columns_of(q_len: int, kv_len: int, width: int, at_own: int) -> NDArray[np.int64]:
-    """The column of a table for each query and key, [q_len, kv_len]; `at_own` is that of a query's own position."""
+    """The table column for each query and key, [q_len, kv_len]; `at_own` is the column for a query's own position."""
     return np.clip(at_own - keys_after(q_len, kv_len), 0, width - 1)
 
 
 def bias_of(q_len: int, kv_len: int, slope: float, table: Float64 | None = None, at_own: int = 0) -> Float64:
-    """What is added to the logits of one head, [q_len, kv_len]: `slope` times the key's distance after the query.
+    """The bias [q_len, kv_len] of one head's logits: `slope` times the key's distance after the query.
 
-    And the entry of `table`, [B] or [q_len, B], for their distance; column `at_own` is that of a query's own position.
+    The entry of `table`, [B] or [q_len, B], for this distance is added; `at_own` is the column for a query's own
+    position.
     """
     bias = slope * widened(keys_after(q_len, kv_len))
     if table is None:
@@ -106,7 +107,7 @@ def bias_of(q_len: int, kv_len: int, slope: float, table: Float64 | None = None,
 
 
 def table_of(relative_bias: ArrayLike | None, head: int, rows: slice) -> Float64 | None:
-    """The table of a head for some rows of queries, [B] or [n, B]."""
+    """A head's relative bias table for the given query rows, [B] or [n, B]."""
     if relative_bias is None:
         return None
     tables = widened(relative_bias)
@@ -114,7 +115,7 @@ def table_of(relative_bias: ArrayLike | None, head: int, rows: slice) -> Float64
 
 
 def column_at_own(relative_bias: ArrayLike | None, causal: bool) -> int:
-    """The column of a query's own position."""
+    """The table column for a query's own position."""
     return 0 if causal or relative_bias is None else np.shape(relative_bias)[-1] // 2
 
 
@@ -133,7 +134,7 @@ def attend(
 
 
 def largest_logit(q: Float64, k: Float64, seen: NDArray[np.bool_], scale: float) -> float:
-    """The largest `scale * q . k` of a query and a key that it sees: NaN if one is, -inf if there is none."""
+    """The largest `scale * q . k` over queries and keys that they see: NaN if any is NaN, -inf without any."""
     used = seen.any(axis=0)
     return float(np.where(seen[:, used], logits_of(q, k[used], scale, None), -np.inf).max(initial=-np.inf))
 

@@ -47,9 +47,9 @@ def attend_backward(
 
 
 def add_to_table(d_table: Float64, d_bias: Float64, at_own: int) -> None:
-    """Add the gradient of a head's bias [n, m], whose rows are a sequence's queries, to that of its table.
+    """Add the gradient `d_bias` [n, m] of a head's bias, for one sequence, to the gradient of its table.
 
-    `d_table` is [B], or [n, B] if each query has its own.
+    `d_table` is [B], or [n, B] if each query has its own table.
     """
     q_len, kv_len = d_bias.shape
     columns = columns_of(q_len, kv_len, d_table.shape[-1], at_own)
@@ -128,7 +128,7 @@ def varlen_attention_backward(
 
 
 def run_gradient(function: Callable[..., Any], call: Any, launch: Any) -> Any:
-    """The gradients of a call; an empty array replaces a None, which `function` returns for an absent one."""
+    """The gradients of a call; an empty array replaces each None, which `function` returns for an absent gradient."""
 
     def gradients(**arguments: Any) -> tuple[Float64, ...]:
         return tuple(np.zeros(0) if array is None else array for array in function(**arguments))

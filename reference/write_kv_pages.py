@@ -88,7 +88,7 @@ def write_kv_pages(
 def stored_rows(
     tokens: NDArray[Any], scale: ArrayLike | None, form: KvFormat | None, num_kv_heads: int, copies: bool
 ) -> tuple[NDArray[Any], Any]:
-    """What pages and scale pages store for new rows; None for the latter if the format has no scales."""
+    """The codes and the scales that the pages store for new rows; scales are None if the format has none."""
     if copies:
         return tokens, None
     divided_by = divisors(scale, num_kv_heads)

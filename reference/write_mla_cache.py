@@ -34,7 +34,7 @@ def write_mla_cache(
     """The new cache, with rows `kv` [T, K, d_qk] at their slots.
 
     A slot outside [0, P * G) is skipped; of two tokens with one slot the later one wins. A plain cache stores
-    `kv / kv_scale`, computed in float32, and of the columns from `d_v` on `kv / rope_scale`. `code_dtype` names the
+    `kv / kv_scale`, computed in float32, but `kv / rope_scale` in the columns from `d_v` on. `code_dtype` names the
     cache's dtype if that has 8 bits.
     """
     cache = np.array(cache, order="C")
