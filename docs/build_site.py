@@ -5,9 +5,15 @@
 
 The pages of docs/ link to files elsewhere in the repository. Those become pages too: Markdown as it is, code as a
 listing, below repository/. So the site needs nothing from anywhere, and can be read from a disk.
+
+The search finds pages, not listings or the changelog, and of pages of measurements it reads the introductions and
+headings alone. docs/site_search.py lists searches and the pages that they must find.
+
+If pyproject.toml names the repository among its URLs, every page links to it.
 """
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -15,18 +21,33 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS, SOURCE, SITE, VERSIONS = (ROOT / name for name in ("docs", "build/site-source", "build/site", "build/versions"))
 CONFIG = ROOT / "zensical.toml"
+USED_CONFIG = ROOT / "build" / "zensical.toml"
 AS_IT_IS = {".svg", ".png", ".css"}
 LISTINGS = {".py": "py", ".toml": "toml", ".cu": "cuda", ".h": "cpp", ".cc": "cpp", ".json": "json", ".cff": "yaml"}
 FENCE = re.compile(r"`{3,}")
 LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+HTML_LINK = re.compile(r'\b(src|srcset|href)="([^"\s#]+)(#[^"\s]*)?"')
+LIST_ITEM = re.compile(r"\s*([-*+]|\d+\.)\s")
+COMMAND = re.compile(r"    (pip|python3?|make|git|cp|torchrun|vllm|ragged-attention|\.venv/bin/\S+|[A-Z_]+=\S+) ")
+NOT_SEARCHED = {Path("repository/CHANGELOG.md")}
+# Generated tables and findings: their numbers would hide the pages that explain.
+SEARCHED_BY_HEADINGS = {
+    f"{name}.html"
+    for name in (
+        "amd", "compile_matrix", "cpu_measured", "cuda_compile", "cuda_kernels", "flash_mla", "judged", "kernels",
+        "predictions", "ptx_kernels", "repository/benchmarks/index", "repository/CONTRIBUTING", "status", "support",
+        "tpu_compile", "tpu_kernels", "transformers_models",
+    )
+}  # fmt: skip
 PAIR = re.compile(
     r'<picture>\s*<source media="\(prefers-color-scheme: dark\)" srcset="([^"]+)">\s*'
     r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
@@ -104,7 +125,9 @@ def stage(source: Path) -> list[Path]:
             shutil.copyfile(path, destination)
             continue
         text, found = with_links(path, page(path))
-        destination.write_text(text)
+        is_listing = path.suffix not in (".md", ".ipynb")
+        head = "---\nsearch:\n  exclude: true\n---\n\n" if is_listing or placed[path] in NOT_SEARCHED else ""
+        destination.write_text(head + fenced(text))
         waiting += found
     return sorted(placed.values())
 
@@ -117,19 +140,51 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
     found: list[Path] = []
     text = PAIR.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", text)
 
-    def moved(link: re.Match) -> str:
-        if urlsplit(link[1]).scheme:
-            return link[0]
-        found.append(linked(path, unquote(link[1])))
-        return f"]({os.path.relpath(place(found[-1]), place(path).parent)}{link[2] or ''})"
+    def target(link: str) -> str:
+        if urlsplit(link).scheme:
+            return link
+        found.append(linked(path, unquote(link)))
+        return os.path.relpath(place(found[-1]), place(path).parent)
 
-    lines, fence = [], ""
+    def moved(link: re.Match) -> str:
+        return f"]({target(link[1])}{link[2] or ''})"
+
+    def moved_html(link: re.Match) -> str:
+        # The generator renames pages that Markdown links to, and leaves HTML alone.
+        place = re.sub(r"\.md$", ".html", re.sub(r"\bREADME\.md$", "index.html", target(link[2])))
+        return f'{link[1]}="{place}{link[3] or ""}"'
+
+    lines = [
+        line if is_code else HTML_LINK.sub(moved_html, LINK.sub(moved, line)) for line, is_code in told_apart(text)
+    ]
+    return "".join(lines), found
+
+
+def told_apart(text: str) -> Iterator[tuple[str, bool]]:
+    """The lines of a page; of each, whether it is code."""
+    fence = ""
     for line in text.splitlines(keepends=True):
-        is_code = fence or line.startswith("    ")
+        is_code = bool(fence) or line.startswith("    ")
         if ticks := FENCE.match(line):
             fence = "" if fence == ticks[0] else fence or ticks[0]
-        lines.append(line if is_code else LINK.sub(moved, line))
-    return "".join(lines), found
+        yield line, is_code
+
+
+def fenced(text: str) -> str:
+    """A page in which commands have fences in place of indentation, so that they are shown as those of a shell."""
+    parts: list[str] = []
+    fence, is_list = "", False
+    for part in re.split(r"(\n{2,})", text):
+        lines = part.splitlines()
+        if not fence and not is_list and COMMAND.match(part) and all(line.startswith("    ") for line in lines):
+            parts += ["```sh\n", *(f"{line[4:]}\n" for line in lines), "```"]
+            continue
+        for ticks in filter(None, map(FENCE.match, lines)):
+            fence = "" if fence == ticks[0] else fence or ticks[0]
+        if part.strip() and not part.startswith(" "):
+            is_list = bool(LIST_ITEM.match(part))
+        parts.append(part)
+    return "".join(parts)
 
 
 class Page(HTMLParser):
@@ -170,18 +225,42 @@ def faults(site: Path) -> Iterator[str]:
                 yield f"{where}: leads to {link}, which has no such place"
 
 
+def configured(config: str, urls: Mapping[str, str]) -> str:
+    """The configuration for the folder build/, with a link to the repository if pyproject.toml has its URL."""
+    moved = config.replace('"build/', '"').replace('"docs/', '"../docs/')
+    where = next((url for name, url in urls.items() if name.lower() in ("repository", "source")), "")
+    return moved.replace("[project]\n", f"[project]\nrepo_url = {json.dumps(where)}\n", 1) if where else moved
+
+
+def trimmed(index: dict[str, Any]) -> dict[str, Any]:
+    """The search's index without signatures, and without the text below the headings of SEARCHED_BY_HEADINGS."""
+    kept = []
+    for section in index["items"]:
+        page, _, heading = section["location"].partition("#")
+        if heading.startswith("signature") and page.startswith("operations/"):
+            continue
+        if page in SEARCHED_BY_HEADINGS:
+            section["text"] = "" if heading else section["text"].partition("</p>")[0]
+        kept.append(section)
+    return {**index, "items": kept}
+
+
 def built(site: Path) -> list[str]:
     """Build the site; returns its faults. The generator's own warnings are errors, by zensical.toml."""
     for folder in (SOURCE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     stage(SOURCE)
-    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    USED_CONFIG.write_text(configured(CONFIG.read_text(), project.get("urls", {})))
+    command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(USED_CONFIG)]
     if code := subprocess.run(command, cwd=ROOT).returncode:
         raise SystemExit(code)  # what is wrong has been printed
+    search = SITE / "search.json"
+    search.write_text(json.dumps(trimmed(json.loads(search.read_text()))))
     if site != SITE:
         shutil.rmtree(site, ignore_errors=True)
         shutil.copytree(SITE, site)
-    return list(faults(site))
+    return [*faults(site), *importlib.import_module("site_search").faults(site)]
 
 
 def list_versions(folder: Path) -> None:

@@ -1,0 +1,164 @@
+"""What the site's search finds, without a browser, and what it has to find.
+
+    python docs/site_search.py "speculative decoding"    # in build/site, after `make docs-site`
+
+The site searches by a script of Zensical's in the reader's browser. `found` ranks as that script does, and `make
+docs-site` compares the two by node, where there is one: `by_script` runs the script itself.
+
+The rank of a section has no weights to set. A section must have every word of the query, or longer words that begin
+with it, in its title, its text or its place in the navigation. Sections with a word in their titles come first, then
+those with one in their places. Among equals, the first group of words decides: more different words, then closer
+words, then earlier ones.
+"""
+
+import argparse
+import bisect
+import functools
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+SITE = Path(__file__).resolve().parent.parent / "build" / "site"
+WEIGHTS = {"title": 3, "path": 2, "text": 1}
+BEST = 3
+# Queries and, for each, pages of which one must be among the best results. A page may be named by its folder.
+SEARCHES: dict[str, tuple[str, ...]] = {
+    "speculative decoding": ("guides/tree_speculation", "operations/ragged_paged_attention"),
+}
+SCRIPT = """
+const fs = require("fs"), path = require("path"), vm = require("vm");
+const site = process.argv[1], folder = path.join(site, "assets/javascripts/workers");
+const name = fs.readdirSync(folder).find(name => /^search\\..*\\.js$/.test(name));
+const answers = [], self = {postMessage: answer => answers.push(answer)};
+vm.runInContext(fs.readFileSync(path.join(folder, name), "utf8"), vm.createContext({self, Intl}));
+const index = JSON.parse(fs.readFileSync(path.join(site, "search.json"), "utf8"));
+async function ask(data) {
+  answers.length = 0;
+  self.onmessage({data});
+  while (!answers.length) await new Promise(resolve => setTimeout(resolve, 1));
+  if (answers[0].type === 4) throw new Error("the search failed");
+  return answers[0].data;
+}
+(async () => {
+  await ask({type: 0, data: index});
+  const found = {};
+  for (const input of JSON.parse(fs.readFileSync(0, "utf8")))
+    found[input] = (await ask({type: 2, data: {input}})).items.map(item => index.items[item.id].location);
+  console.log(JSON.stringify(found));
+})();
+"""
+
+
+def normal(word: str) -> str:
+    return unicodedata.normalize("NFKD", word).lower()
+
+
+class Index:
+    """The words of an index such as search.json, and where each one is: for (section, field) the positions."""
+
+    def __init__(self, index: Mapping[str, Any]) -> None:
+        self.separator = re.compile(index["config"]["separator"])
+        self.places: dict[str, dict[tuple[int, str], list[int]]] = {}
+        self.locations = [section["location"] for section in index["items"]]
+        for number, section in enumerate(index["items"]):
+            for field in WEIGHTS:
+                given = section[field]
+                for position, word in enumerate(self.words([given] if isinstance(given, str) else given)):
+                    self.places.setdefault(normal(word), {}).setdefault((number, field), []).append(position)
+        self.sorted = sorted(self.places)
+
+    def words(self, texts: Iterable[str]) -> Iterator[str]:
+        """The words of texts in order, without the tags of HTML. The text between two tags is divided by itself."""
+        for text in texts:
+            for part in re.split(r"<[^>]*>", text):
+                yield from filter(None, self.separator.split(part))
+
+    def beginning_with(self, word: str) -> list[str]:
+        first = bisect.bisect_left(self.sorted, word)
+        last = bisect.bisect_right(self.sorted, word + "\U0010ffff")
+        return self.sorted[first:last]
+
+    def find(self, query: str) -> list[str]:
+        """The locations of all sections that have the query's words, the best first."""
+        words = [normal(word) for word in self.words([query])]
+        which: dict[str, int] = {}  # of each longer word, the query's word that it stands for
+        for number, word in sorted(enumerate(words), key=lambda pair: len(pair[1])):
+            which.update(dict.fromkeys(self.beginning_with(word), number))
+        marks: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for longer, number in which.items():
+            for place, positions in self.places[longer].items():
+                marks.setdefault(place, []).extend((position, number) for position in positions)
+        having = [
+            {section for longer in self.beginning_with(word) for section, _ in self.places[longer]} for word in words
+        ]
+        sections = sorted(set.intersection(*having)) if having else []
+        return [self.locations[each] for each in sorted(sections, key=lambda each: _rank(each, marks))]
+
+
+def _rank(section: int, marks: Mapping[tuple[int, str], list[tuple[int, int]]]) -> list[tuple[int, ...]]:
+    """What sections are sorted by, for each field with a word of the query, the weightiest first."""
+    keys: list[tuple[int, ...]] = []
+    for field in sorted(WEIGHTS, key=lambda field: -WEIGHTS[field]):
+        if (section, field) in marks:
+            group = first_group(sorted(marks[section, field]))
+            span = group[-1] - group[0] + 1 if len(group) > 1 else 10
+            keys.append((-WEIGHTS[field], -len(group), span, group[0]))
+    return [*keys, (1,)]  # of two that begin alike, the one with more fields comes first
+
+
+def first_group(marks: Sequence[tuple[int, int]]) -> list[int]:
+    """The positions of the first group of a text's marks (position, word): different words, each within 10 places of
+    the one before it."""
+    group = [marks[0]]
+    for (before, word), (position, next_word) in itertools.pairwise(marks):
+        if position - before > 10 or word == next_word:
+            break
+        same = [number for number, mark in enumerate(group) if mark[1] == next_word]
+        if same:
+            if before - group[same[0]][0] > position - before:
+                group = group[: same[0] + 1]
+            break
+        group.append((position, next_word))
+    return [position for position, _ in group]
+
+
+@functools.cache
+def index_of(site: Path) -> Index:
+    return Index(json.loads((site / "search.json").read_text()))
+
+
+def by_script(site: Path, queries: Sequence[str]) -> dict[str, list[str]]:
+    """The first ten locations that the site's own script finds for each query, run by node."""
+    command = ["node", "-e", SCRIPT, str(site)]
+    done = subprocess.run(command, input=json.dumps(queries), capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def faults(site: Path, searches: Mapping[str, tuple[str, ...]] = SEARCHES) -> Iterator[str]:
+    """What searches do not find among their best results, and where `found` and the site's own script differ."""
+    index = index_of(site)
+    results = {query: index.find(query)[:10] for query in searches}
+    for query, pages in searches.items():
+        best = results[query][:BEST]
+        if not any(location.partition("#")[0] == f"{page}.html" for page in pages for location in best):
+            yield f"search for {query!r}: expected one of {', '.join(pages)}, got {', '.join(best) or 'nothing'}"
+    if shutil.which("node"):
+        for query, locations in by_script(site, list(searches)).items():
+            if locations != results[query]:
+                yield f"search for {query!r}: docs/site_search.py finds {results[query]}, the site's script {locations}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("query")
+    print("\n".join(index_of(SITE).find(parser.parse_args().query)[:10]))
+
+
+if __name__ == "__main__":
+    main()
