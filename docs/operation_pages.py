@@ -2,8 +2,8 @@
 
     python docs/operation_pages.py
 
-A page of an operation has an introduction and an example, written by hand, and below them what its docstring says:
-signatures, arguments, results and errors, with what runs where from the table of docs/support.md. Nothing is imported:
+A page of an operation has an introduction and an example, written by hand, and below them what its docstring says, with
+the signature before the arguments, and what runs where from the table of docs/support.md. Nothing is imported:
 functions are read as text.
 """
 
@@ -21,7 +21,6 @@ PAGES = ROOT / "docs" / "operations"
 SOURCE = ROOT / "src" / "ragged_attention"
 BEGIN, END = "<!-- written by `make docs` -->\n", "<!-- end of what is written -->\n"
 SUPPORT = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
-ARRAYS = {"torch": "torch.Tensor", "jax": "jax.Array"}
 TORCH_ONLY = ("out", "device")
 REMARKS = "what follows the sections"
 SECTIONS = {"Args:": "Arguments", "Returns:": "Returns", "Raises:": "Errors", REMARKS: "Remarks"}
@@ -50,19 +49,33 @@ def offered(front_end: str) -> set[str]:
     return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)} & functions().keys()
 
 
-def signature(function: ast.FunctionDef, front_end: str) -> str:
-    """A function's first lines with the arrays of a front end, one argument a line."""
+def signature(function: ast.FunctionDef) -> str:
+    """A function's first lines with the arguments of both front ends, one argument a line."""
     given = function.args
     defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
     lines = [_argument(*pair) for pair in zip(given.args, defaults, strict=True)][1:]
     if given.kwonlyargs:
         lines.append("*")
-    named = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    lines += [_argument(*pair) for pair in named if front_end == "torch" or pair[0].arg not in TORCH_ONLY]
+    lines += [_argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
     arguments = "".join(f"    {line},\n" for line in lines)
     result = ast.unparse(function.returns) if function.returns else "None"
     text = f"def {function.name}(\n{arguments}) -> {result}\n".replace("Pages[Array]", "Pages")
-    return re.sub(r"\b(Array|Memory)\b", ARRAYS[front_end], text)
+    return re.sub(r"\bMemory\b", "Array", text)
+
+
+def about_signature(operation: str) -> str:
+    """The section of a page with the operation's signature, and what differs between the front ends."""
+    path, function = functions()[operation]
+    text = signature(function)
+    own = [argument.arg for argument in function.args.kwonlyargs if argument.arg in TORCH_ONLY]
+    only = " and ".join(f"`{name}`" for name in own)
+    only = f"; {only} {'are' if len(own) > 1 else 'is'} for torch only" if own else ""
+    pages = ", and `Pages` one array or a pair of arrays" if "Pages" in text else ""
+    return (
+        f"## Signature\n\nImport it from `ragged_attention.torch` or from `ragged_attention.jax`. `Array` is "
+        f"`torch.Tensor` or `jax.Array`{pages}{only}.\n\n```py\n{text}```\n\n"
+        f"The function is in [{path}](../../{path}).\n"
+    )
 
 
 def _argument(argument: ast.arg, default: ast.expr | None) -> str:
@@ -148,12 +161,13 @@ def support(operation: str) -> str:
 
 def written(operation: str) -> str:
     """The generated part of an operation's page."""
-    path, function = functions()[operation]
-    text = f"## Signatures\n\nThe function is in [{path}](../../{path}).\n\n"
-    for front_end in ARRAYS:
-        text += f"From {front_end}:\n\n```py\n{signature(function, front_end)}```\n\n"
-    text += "## What it does\n\n" + described(ast.get_docstring(function) or "", operation, set(functions()))
-    return f"{text}\n## What runs where\n\n{ABOUT_SUPPORT}\n\n{support(operation)}"
+    docstring = ast.get_docstring(functions()[operation][1]) or ""
+    text = described(docstring, operation, set(functions()))
+    what, heading, rest = text.partition("\n## ")
+    return (
+        f"## What it does\n\n{what}\n{about_signature(operation)}{heading}{rest}\n"
+        f"## What runs where\n\n{ABOUT_SUPPORT}\n\n{support(operation)}"
+    )
 
 
 def with_written(text: str, part: str) -> str:

@@ -47,6 +47,14 @@ def test_every_operation_has_a_page_with_an_example():
         assert f"](../operations/{operation}.md)" in choice
 
 
+def test_code_of_the_first_pages_fits_its_column():
+    """Beside both menus, from a screen of 1220 pixels on, without rolling sideways."""
+    pages = [path for folder in ("start", "operations") for path in (ROOT / "docs" / folder).glob("*.md")]
+    for path in [*pages, ROOT / "docs" / "index.md", ROOT / "docs" / "guides" / "serve.md"]:
+        for code in FENCE.findall(path.read_text()):
+            assert not [line for line in code.splitlines() if len(line) > 100], path.name
+
+
 @pytest.mark.parametrize("front_end", ["torch", "jax"])
 def test_public_functions_are_the_operations(front_end):
     assert operation_pages.functions().keys() == CALLS.keys() == operation_pages.offered(front_end)
