@@ -1,6 +1,6 @@
-"""Run FlashMLA's own test cases through `compat.flash_mla`, each judged by an oracle in float32.
+"""Run FlashMLA's own test cases through `compat.flash_mla`. An oracle in float32 checks each result.
 
-On a GPU the lists run as they are; elsewhere `--heads` and `--max-tokens` bring the cases down to what fits.
+On a GPU the cases run at full size. Elsewhere use `--heads` and `--max-tokens` to scale them down.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from benchmarks.cases.flash_mla_data import check
 from ragged_attention.errors import Unsupported
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_SHOWN = 20  # failures
-# A backend made for some calls: that it declines others of these operations, with its reason, is no failure.
+MOST_SHOWN = 20  # most failures that are printed
+# A backend made for some calls only. If it declines other calls of these operations with a reason, that is no failure.
 PARTIAL = {"cuda": ("mla_decode", "sparse_mla_prefill")}
 
 Failure = tuple[Case, Exception]
@@ -31,16 +31,20 @@ Failure = tuple[Case, Exception]
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="flash_mla_matrix", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--list", choices=LISTS, default="all", help="which release's cases; default: all")
-    parser.add_argument("--backend", help="default: what the device runs by itself")
+    parser.add_argument("--list", choices=LISTS, default="all", help="the release whose cases are run; default: all")
+    parser.add_argument("--backend", help="default: the device's default backend")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("--form", choices=("e0", "e2"), help="call form and convention; default: the list's own")
-    parser.add_argument("--heads", type=int, help="at most so many query heads")
-    parser.add_argument("--max-tokens", type=int, help="scale down batch, lengths and top-k to about so many tokens")
-    parser.add_argument("--covering", action="store_true", help="only a part that covers all pairs of parameters")
-    parser.add_argument("--stride", type=int, default=1, help="every so many cases")
-    parser.add_argument("--limit", type=int, help="stop after so many cases")
+    parser.add_argument("--heads", type=int, help="scale cases down to at most this number of query heads")
+    parser.add_argument(
+        "--max-tokens", type=int, help="scale batch, lengths and top-k down to about this number of tokens"
+    )
+    parser.add_argument(
+        "--covering", action="store_true", help="only a selection of cases that covers all pairs of parameters"
+    )
+    parser.add_argument("--stride", type=int, default=1, help="run every n-th case only")
+    parser.add_argument("--limit", type=int, help="the maximum number of cases")
     return parser.parse_args(argv)
 
 
@@ -78,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if options.backend not in PARTIAL:
                     failed[group].append((case, reason))
                 declined[group][str(reason).splitlines()[-1].strip()] += 1
-            except Exception as error:  # a case that fails is a line of the summary, not the end of the run
+            except Exception as error:  # a failing case is counted, and does not end the run
                 failed[group].append((case, error))
             seconds[group] += time.perf_counter() - start
             wrong = sum(map(len, failed.values()))
@@ -88,12 +92,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def requested(backend: str | None) -> str | dict[str, str] | None:
-    """What to ask of `use_backend`: a backend that has only some operations is requested for those."""
+    """The argument for `use_backend`. A backend that has only some operations is requested for these only."""
     return {**dict.fromkeys(PARTIAL[backend], backend), "*": "auto"} if backend in PARTIAL else backend
 
 
 def emulation(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Where the CUDA kernels run if the device is no GPU."""
+    """A context in which the CUDA kernels run, in the emulation if the device is no GPU."""
     if options.backend != "cuda" or options.device != "cpu":
         return contextlib.nullcontext()
     return importlib.import_module("ragged_attention.kernels_cuda").emulating()
@@ -107,7 +111,7 @@ def report(
     seconds: dict[str, float],
     declined: dict[str, collections.Counter[str]],
 ) -> None:
-    backend = options.backend or "the backend the device runs by itself"
+    backend = options.backend or "the default backend"
     table = Table(title=f"FlashMLA's cases, {options.list}, by {backend} on {options.device}")
     table.add_column("cases")
     for name in ("passed", "failed", "declined", "seconds"):

@@ -1,4 +1,7 @@
-"""A sample of another project's pytest cases on a CPU, and what became of them: what the suites of others share."""
+"""A sample of another project's pytest cases on a CPU, and their outcomes. The runs of foreign suites share it.
+
+The runs of foreign suites share this module.
+"""
 
 import collections
 import hashlib
@@ -16,19 +19,19 @@ from torch.overrides import TorchFunctionMode
 from ragged_attention.errors import Unsupported
 
 COLUMNS = ("passed", "unsupported", "skipped", "failed")
-# Errors of a torch without CUDA: the case is about streams, graphs or several GPUs.
+# Errors of a torch without CUDA. The case is about streams, graphs or several GPUs, and counts as skipped.
 NEEDS_CUDA = ("Torch not compiled with CUDA", "requires CUDA support", "Expected a cuda device", "dummy base class")
 
 
 class Generator(torch.Generator):
-    """A generator on the CPU, whatever device is asked for."""
+    """A random number generator on the CPU, whichever device is requested."""
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
         return super().__new__(cls, on_cpu(device))  # type: ignore[call-arg]
 
 
 class OnCpu(TorchFunctionMode):
-    """Calls of torch for CUDA devices made for the CPU."""
+    """A mode in which torch's calls for CUDA devices run on the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.cuda:
@@ -39,34 +42,34 @@ class OnCpu(TorchFunctionMode):
         if type(moved.get("device")) is int:
             moved["device"] = "cpu"
         dtype: Any = moved.pop("out_dtype") if func is torch.bmm and "out_dtype" in moved else None
-        if dtype is not None:  # which torch has for CUDA alone
+        if dtype is not None:  # torch has this argument only for CUDA
             return torch.bmm(args[0].to(dtype), args[1].to(dtype))
         return func(*map(on_cpu, args), **moved)
 
 
 def on_cpu(value: Any) -> Any:
-    """A device, or the name of one, as that of the CPU."""
+    """The value, with "cpu" in the place of a CUDA device or its name."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
 def bare_package(name: str, folder: Path) -> None:
-    """A package whose modules can be imported without what its own `__init__` imports."""
+    """Make a package whose modules can be imported without the imports of its own `__init__`."""
     package: Any = types.ModuleType(name)
     package.__path__, package.__version__ = [str(folder)], "0"
     sys.modules[name] = package
 
 
 def without_cuda() -> None:
-    """Let what tests do around their calls of kernels work without CUDA."""
+    """Replace functions of torch that tests call around their kernels and that need CUDA."""
     torch.Generator = Generator  # type: ignore[misc]
     torch.cuda.synchronize = lambda device=None: None
     torch.accelerator.synchronize = lambda device=None: None
 
 
 class Sample:
-    """A pytest plugin: keeps some small cases of each test, runs them on the CPU, counts outcomes.
+    """A pytest plugin that keeps some small cases of each test, runs them on the CPU, and counts the outcomes.
 
     Args:
         cases: the number of cases per test.
@@ -91,7 +94,7 @@ class Sample:
         self.failures: list[str] = []
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep a sample that is the same in every run."""
+        """Keep a sample of the cases, the same one in every run."""
         names = {item.originalname for item in items}
         self.reasons.update(f"absent: {test}" for test in self.tests or () if test not in names)
         by_test = collections.defaultdict(list)
@@ -106,7 +109,7 @@ class Sample:
         ]
 
     def size_of(self, item: Any) -> float:
-        """The product of the sizes among a case's parameters, which tells about how long it takes."""
+        """The product of the sizes among a case's parameters, a rough measure of its run time."""
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         sizes = [value for name, value in parameters.items() if name in self.sizes]
         lasts = (value[-1] if isinstance(value, list) and value else value for value in sizes)
@@ -145,7 +148,7 @@ class Sample:
         return report
 
     def run(self, checkout: Path, files: Sequence[str], *plugins: Any) -> None:
-        """Run the files of a checkout that there are, without the checkout's own fixtures."""
+        """Run those of the files that exist in a checkout, without the checkout's own fixtures."""
         found = [str(checkout / file) for file in files if (checkout / file).exists()]
         options = ["--noconftest", "--continue-on-collection-errors", f"--rootdir={checkout}", "-c", "/dev/null"]
         without = [f"-pno:{plugin}" for plugin in ("terminal", "cacheprovider", "xdist", "warnings")]

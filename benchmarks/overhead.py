@@ -1,10 +1,10 @@
-"""What a call costs the host: microseconds of Python before all kernels are enqueued, without waiting for them.
+"""The host's cost of a call: microseconds of Python until all kernels are enqueued, without waiting for them.
 
     python -m benchmarks.overhead [CASE ...] [--backend numba] [--json FILE]
 
-On a GPU the calls are real. Without one a stand-in takes the place of Triton's driver: kernels are compiled for Hopper
-and launched into nothing, so all but the driver's own share of a launch is there. Kernels of `numba` run on the CPU, on
-sequences without queries and keys, for which they have nearly nothing to do.
+On a GPU the calls are real. Without one, a stand-in replaces Triton's driver: kernels are compiled for Hopper and
+launched on nothing, so the times include everything except the driver's own share of a launch. Kernels of `numba` run
+on the CPU, on sequences without queries and keys, for which they have almost nothing to do.
 """
 
 import argparse
@@ -41,20 +41,20 @@ MOST_TOKENS = 512
 
 @dataclasses.dataclass(frozen=True)
 class Overhead:
-    """Microseconds of the host by case."""
+    """The host's microseconds for one case."""
 
     case: str
     operation: str
     launches: int
-    call: float  # the public function
-    dispatch: float  # of the call: bringing arguments into form, torch's dispatcher
-    plan: float  # of the call: recognising a call like an earlier one
-    launch: float  # of the call: allocating results, enqueuing kernels
-    not_replayed: float  # what `launch` would be if the backend ran anew and, with `triton`, Triton itself launched
+    call: float  # the whole call of the public function
+    dispatch: float  # part of the call: bringing arguments into form, torch's dispatcher
+    plan: float  # part of the call: recognising that it is like an earlier call
+    launch: float  # part of the call: allocating results, enqueuing kernels
+    not_replayed: float  # `launch` if the backend ran anew and, with `triton`, if Triton itself launched
 
 
 class StandInDriver:
-    """A driver of Triton's without a device: kernels are compiled for `arch`, and launches are noted or forgotten."""
+    """A Triton driver without a device: kernels are compiled for `arch`, and launches are noted or ignored."""
 
     def __init__(self, arch: str = ARCH, note: Callable[..., Any] | None = None) -> None:
         self.arch, self.note = arch, note or (lambda *launch: None)
@@ -84,7 +84,7 @@ class StandInDriver:
 
 @contextlib.contextmanager
 def standing_in(driver: StandInDriver) -> Iterator[StandInDriver]:
-    """Let torch's front end take the CPU for the driver's GPU."""
+    """A context in which torch's front end treats the CPU as the driver's GPU."""
     triton = importlib.import_module("triton")
     plans = importlib.import_module("ragged_attention.torch._plan")
     facts = device_of("torch", driver.arch)
@@ -100,7 +100,7 @@ def standing_in(driver: StandInDriver) -> Iterator[StandInDriver]:
 
 
 def inputs_of(case: Case, device: str, backend: str = "triton") -> dict[str, Any]:
-    """Arguments of the case's shapes. Where no kernel reads them, they are uninitialised, else zeros."""
+    """Arguments of the case's shapes. They are zeros, or uninitialised if no kernel reads them."""
     torch = importlib.import_module("torch")
 
     def tensor(value: Any) -> Any:
@@ -116,7 +116,7 @@ def inputs_of(case: Case, device: str, backend: str = "triton") -> dict[str, Any
 
 
 def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[], Any] | None) -> dict[str, float]:
-    """The least of each one's medians in rounds that all take part in: whatever else the machine does only adds."""
+    """The least median of each candidate over interleaved rounds, since other load can only add time."""
     least = dict.fromkeys(candidates, math.inf)
     for _ in range(ROUNDS):
         for name, function in candidates.items():
@@ -125,7 +125,7 @@ def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[
 
 
 def measure(case: Case, device: str, backend: str = "triton") -> Overhead:
-    """Time one case's call, and the parts of it that can be called by themselves."""
+    """Time one case's call, and those of its parts that can be called separately."""
     torch = importlib.import_module("torch")
     plans, launcher = (importlib.import_module(f"ragged_attention.torch.{name}") for name in ("_plan", "_launcher"))
     function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
@@ -166,32 +166,32 @@ def table_of(found: Sequence[Overhead], where: str) -> Table:
 
 
 def measured(names: Sequence[str], device: str, backend: str) -> list[Overhead]:
-    """What the named cases cost on the GPU that is here, or on the CPU, with `triton` in a GPU's place.
+    """The costs of the named cases on the GPU, or on the CPU, where `triton` runs without a GPU.
 
-    A long prefill is scaled down, which costs the host the same: thousands of calls would wait for the GPU, and a CPU's
-    allocator takes its time for large results.
+    A long prefill is scaled down, which does not change its cost to the host. Otherwise thousands of calls would wait
+    for the GPU, and a CPU's allocator would take its time for large results.
     """
     cases = [case if case.num_tokens <= MOST_TOKENS else case.scaled_down() for case in map(CASES.__getitem__, names)]
-    absent = device == "cpu" and backend == "triton"
-    with standing_in(StandInDriver()) if absent else contextlib.nullcontext():
+    without_gpu = device == "cpu" and backend == "triton"
+    with standing_in(StandInDriver()) if without_gpu else contextlib.nullcontext():
         return [measure(case, device, backend) for case in cases]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="names of cases; by default some of each kind")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names of cases (default: some of each kind)")
     parser.add_argument("--backend", choices=CHOSEN, default="triton")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
     native = options.backend == "numba"
-    environment.prepare("cpu" if native else "cuda")  # where a GPU is absent too, Triton compiles
+    environment.prepare("cpu" if native else "cuda")  # without a GPU, Triton still compiles
     torch = importlib.import_module("torch")
     device = "cuda" if torch.cuda.is_available() and not native else "cpu"
     if not native and importlib.import_module("triton").knobs.runtime.interpret:
         parser.error("expected TRITON_INTERPRET to be unset, since the interpreter launches nothing")
     found = measured(options.cases or CHOSEN[options.backend], device, options.backend)
-    without_gpu = "empty sequences on a CPU" if native else "no GPU, launches into nothing"
-    where = torch.cuda.get_device_name() if device == "cuda" else without_gpu
+    place = "empty sequences on a CPU" if native else "no GPU, launches into nothing"
+    where = torch.cuda.get_device_name() if device == "cuda" else place
     Console(width=140).print(table_of(found, where))
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")

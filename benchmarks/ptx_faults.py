@@ -1,12 +1,12 @@
-"""Single faults planted in compiled kernels, and what notices them: how much the emulator of PTX is worth.
+"""Plant single faults in compiled kernels and report which of them the PTX emulator or the reference notices.
 
     python -m benchmarks.ptx_faults [--arch sm_90] [--kernel tile_kernel] [--kind TEXT] [--most 4] [--seed N]
 
-One call is run as it is compiled, and then once for each fault: an instruction of the kernel's PTX is dropped or
-changed. Of Triton's kernels it is an attention over a paged cache, of the CUDA kernels one of `CUDA`. What notices is a
-report of the emulator, with a right or a wrong result; a fault, with which a run cannot go on; or the definition alone,
-to which the result does not agree. What is left is unnoticed: some barriers and waits are there for no access of this
-batch, or of any.
+One call runs with its PTX unchanged, and then once for each fault: an instruction of the kernel's PTX is dropped or
+changed. For Triton's kernels the call is an attention over a paged cache, for the CUDA kernels one of `CUDA`. A fault
+is noticed in one of three ways: the emulator reports it, with a right or a wrong result; the emulation cannot continue;
+or only the result is wrong, by comparison with the reference. Some faults remain unnoticed: some barriers and waits do
+not protect any access of this batch, or of any batch.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from rich.table import Table
 from ragged_attention.testing import environment
 
 Edit = Callable[[str], str]
-SWIZZLE = 3 << 62  # the bits of a wgmma descriptor that say how rows are swizzled
+SWIZZLE = 3 << 62  # the bits of a wgmma descriptor for the swizzle of rows
 
 
 def _one_more(text: str) -> str:
@@ -46,7 +46,7 @@ def _dropped(text: str) -> str:
 
 
 def _counted(number: int) -> Edit:
-    """An mbarrier for so many arrivals more."""
+    """An edit that makes an mbarrier expect `number` more arrivals."""
     instead = rf"{{ .reg .b32 count; add.s32 count, \2, {number}; mbarrier.init.shared::cta.b64 \1, count; }}"
     return lambda text: re.sub(r"mbarrier\.init\S* (\S+), (%r\d+);", instead, text)
 
@@ -56,7 +56,7 @@ def _more_bytes(text: str) -> str:
     return re.sub(r"mbarrier\.arrive\.expect_tx\S* _, (\S+), (%r\d+);", instead, text)
 
 
-# Where a fault can be planted in a line of PTX, and what the line is then.
+# Kind of fault -> a pattern of the PTX lines in which it can be planted, and the edit of such a line.
 KINDS: dict[str, tuple[str, Edit]] = {
     "bar.sync dropped": (r"\s*bar\.sync\s+\S.*;", _dropped),
     "bar.arrive dropped": (r"\s*bar\.arrive\s.*;", _dropped),
@@ -86,8 +86,8 @@ KINDS: dict[str, tuple[str, Edit]] = {
 ANSWERS = ("report, wrong", "report, right", "fault", "wrong", "other bits", "unnoticed")
 
 
-# The CUDA kernels: a part of the name in the PTX; a batch of latent decode by its fields; and the splits of its keys,
-# or by "parts" a schedule of two parts, in which a CTA goes on from one sequence to the next.
+# The CUDA kernels: a part of the kernel's name in the PTX; fields of a latent decode batch; and the number of KV
+# splits, or "parts" for a schedule of two parts, in which a CTA goes on from one sequence to the next.
 CUDA: dict[str, tuple[str, dict[str, Any], int | str]] = {
     "cuda dense": ("Seesaw", {"topk": 0, "heads": 16, "q_tokens": 2}, "parts"),
     "cuda dense, row by row": ("Seesaw", {"topk": 0, "heads": 16, "page_size": 16}, 1),
@@ -106,14 +106,14 @@ CUDA: dict[str, tuple[str, dict[str, Any], int | str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came of a fault: one of ANSWERS, and what was said first."""
+    """The result of a fault: one of ANSWERS, and the first message."""
 
     kind: str
     text: str = ""
 
 
 class Judge:
-    """Runs one batch with a kernel's PTX changed, and holds the results to the definition and to the kernel's own."""
+    """Runs a batch with a changed kernel, and compares with the reference and with the unchanged kernel."""
 
     def __init__(self, arch: str, kernel: str, seed: int | None = None) -> None:
         self.arch, self.seed = arch, seed
@@ -146,7 +146,7 @@ class Judge:
         return kernel, self._prepared("cuda", "mla_decode", batch, {"num_splits": splits})
 
     def _prepared(self, backend: str, operation: str, batch: Any, tile: Any, **extra: Any) -> Callable[..., Any]:
-        """What makes the call by a launcher."""
+        """A function that makes the call with a given launcher."""
         from ragged_attention import dispatch
         from ragged_attention.calls import CALLS
         from ragged_attention.testing import ptx_runner
@@ -163,13 +163,13 @@ class Judge:
         return launch
 
     def results(self, text: str | None) -> tuple[list[Any], list[str]]:
-        """Out and lse with another PTX of the kernel, or as it is, and what was reported."""
+        """Out and lse, with `text` as the kernel's PTX unless it is None, and the texts of the emulator's reports."""
         from ragged_attention.testing import ptx, ptx_runner, torch_front
 
-        def change(name: str, own: str) -> str:
+        def change(name: str, unchanged: str) -> str:
             if self.kernel in name and text is None:
-                self.text = own
-            return text if self.kernel in name and text is not None else own
+                self.text = unchanged
+            return text if self.kernel in name and text is not None else unchanged
 
         def notice(name: str, outcome: Any) -> None:
             reports.extend(report.text for report in outcome.reports.values())
@@ -182,7 +182,7 @@ class Judge:
         return [torch_front.take_back(array) for array in found], reports
 
     def __call__(self, number: int, edit: Edit) -> Answer:
-        """What comes of an edit of the line of this number, counted from 1."""
+        """The answer to an edit of line `number`, counted from 1."""
         from ragged_attention.testing import compare, ptx
 
         lines = self.text.split("\n")
@@ -203,7 +203,7 @@ class Judge:
         return Answer("wrong", wrong) if wrong else Answer("unnoticed" if same else "other bits")
 
     def sites(self, kind: str, most: int) -> Iterator[int]:
-        """The numbers of lines that run and where a fault can be planted, spread evenly."""
+        """The numbers of executed lines in which a fault of this kind can be planted: at most `most`, evenly spread."""
         pattern, edit = KINDS[kind]
         every = [
             number
@@ -215,13 +215,13 @@ class Judge:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table of what notices what, and each fault that nothing noticed."""
+    """Print a table of the answers for each kind of fault, and every single fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89 or sm_90")
     parser.add_argument("--kernel", default="tile_kernel", help=f"tile_kernel, split_kernel, {', '.join(CUDA)}")
     parser.add_argument("--kind", default="", help="kinds of faults whose name contains this")
-    parser.add_argument("--most", type=int, default=4, help="places that each kind is planted in, one at a time")
-    parser.add_argument("--seed", type=int, help="draws the order in which warps run (default: in turn)")
+    parser.add_argument("--most", type=int, default=4, help="most places in which each kind is planted, one at a time")
+    parser.add_argument("--seed", type=int, help="seed for a random order of the warps (default: they take turns)")
     options = parser.parse_args(argv)
     environment.prepare(f"{environment.PTX}{options.arch}")
     console, judge = Console(), Judge(options.arch, options.kernel, options.seed)

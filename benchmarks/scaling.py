@@ -1,11 +1,11 @@
-"""What attention over 8 to 1024 devices moves, and a plan of how long it takes. Nothing of it is measured.
+"""The bytes that attention over 8 to 1024 devices moves, and a plan of its time. Nothing here is measured.
 
     python -m benchmarks.scaling            the tables of docs/scaling.md
     python -m benchmarks.scaling --bandwidth 50 --latency 5     another network: GB/s and microseconds
 
-The numbers of bytes are those that `ragged_attention.torch.distributed` hands to process groups; tests hold them to
-what the operating system counts. The times are those of a machine that reads memory, computes and sends at its full
-rates: a bound to plan by, not a forecast.
+The numbers of bytes are those that `ragged_attention.torch.distributed` passes to process groups; tests compare them
+with the operating system's counts. The times are for a machine that reads memory, computes and sends at its full rates:
+a bound for planning, not a forecast.
 """
 
 import argparse
@@ -14,73 +14,85 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 
-FLOAT32 = 4  # bytes; partial results and gradients of keys travel as such
+FLOAT32 = 4  # bytes; partial results and gradients of keys are sent as float32
 
 
 # ---- bytes that one device sends in one call
 
 
 def decode_bytes(tokens: int, heads: int, d_v: int, size: int, *, own_heads: bool = False) -> int:
-    """Of `context_parallel_decode` and `context_parallel_mla_decode` over `size` devices: out and lse, float32."""
+    """The bytes of `context_parallel_decode` and `context_parallel_mla_decode` over `size` devices.
+
+    They send out and lse as float32.
+    """
     whole = (size - 1) * tokens * heads * (d_v + 1) * FLOAT32
     return whole // size if own_heads else whole
 
 
 def ring_bytes(rows: int, kv_heads: int, widths: int, itemsize: int, size: int) -> int:
-    """Of `context_parallel_varlen_attention`, forward, with so many rows on a device; `widths` is D + D_v."""
+    """The bytes of the forward pass of `context_parallel_varlen_attention`.
+
+    `rows` are the rows per device, and `widths` is D + D_v.
+    """
     return (size - 1) * rows * kv_heads * widths * itemsize
 
 
 def training_bytes(rows: int, kv_heads: int, widths: int, itemsize: int, size: int) -> int:
-    """Of the same with its gradient: keys and values once more, and their gradients, which come home."""
+    """The bytes of `context_parallel_varlen_attention` with its gradient.
+
+    Keys and values are sent twice, and their gradients go round the whole ring, back to their owner.
+    """
     gradients = size * rows * kv_heads * widths * FLOAT32 if size > 1 else 0
     return 2 * ring_bytes(rows, kv_heads, widths, itemsize, size) + gradients
 
 
-# ---- what they run on, and what runs
+# ---- networks, machines, models and steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Network:
-    """A flat network: every device sends and receives at a rate, whomever it speaks to."""
+    """A flat network: every device sends and receives at the same rate, to and from any other device."""
 
     name: str
-    bandwidth: float  # bytes a second that a device sends
-    latency: float  # seconds until the first of them arrives
+    bandwidth: float  # bytes per second that a device sends
+    latency: float  # seconds until the first byte arrives
 
     def exchange(self, sent: float, size: int) -> float:
-        """Seconds of a collective in which a device sends so many bytes, in rounds that double who has heard."""
+        """The seconds of a collective in which each device sends `sent` bytes.
+
+        It runs in rounds, and the number of devices reached doubles with each round.
+        """
         return 0.0 if size == 1 else math.ceil(math.log2(size)) * self.latency + sent / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """A device: an H200 unless said otherwise."""
+    """A device. By default it is an H200."""
 
     memory: float = 141e9  # bytes
     memory_bandwidth: float = 4.8e12
-    flops: float = 989e12  # bfloat16
+    flops: float = 989e12  # per second, in bfloat16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder; `kv_heads` 1 with rows of latents is multi-head latent attention."""
+    """A decoder. With `kv_heads` 1 and rows of latents it uses multi-head latent attention."""
 
     name: str
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int  # of queries and keys
+    head_dim: int  # columns of a query or key head
     d_v: int
-    row_bytes: int  # of the cache: one position of one layer
-    weight_bytes: float  # that a step of a large batch reads
+    row_bytes: int  # bytes of the cache for one position in one layer
+    weight_bytes: float  # bytes of weights that a step of a large batch reads
 
 
 NETWORKS = (
-    Network("NVLink", 450e9, 2e-6),  # fourth generation, as in one server of 8 or one rack with switches between
-    Network("InfiniBand", 50e9, 5e-6),  # NDR, one port of 400 Gb/s for each device
-    Network("ICI", 90e9, 1e-6),  # of a TPU v5p one link of six, as a ring along one axis of the torus has it
+    Network("NVLink", 450e9, 2e-6),  # fourth generation, as in one server of 8 or one rack with switches
+    Network("InfiniBand", 50e9, 5e-6),  # NDR, one port of 400 Gb/s per device
+    Network("ICI", 90e9, 1e-6),  # TPU v5p: one of six links, as in a ring along one axis of the torus
 )
 MODELS = (
     Model("8B", 32, 4096, 32, 8, 128, 128, 2 * 8 * 128 * 2, 16e9),
@@ -93,16 +105,16 @@ BATCH, CONTEXT = 16, 131072
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """One decode step of a batch over devices, `by_heads` times `by_positions` of them."""
+    """One decode step of a batch. There are `by_heads` times `by_positions` devices."""
 
     devices: int
     by_heads: int
     by_positions: int
     fits: bool
-    exchanged: int  # bytes that a device sends in all layers: queries to the ranks of a group, out and lse back
-    reduced: int  # bytes that it sends for the two all-reduces of a layer, which any division of weights has
-    reading: float  # seconds that it reads weights and cache
-    sending: float
+    exchanged: int  # bytes that a device sends in all layers: queries to the ranks of its group, out and lse back
+    reduced: int  # bytes that it sends in the two all-reduces per layer, which any division of weights needs
+    reading: float  # seconds for reading weights and cache
+    sending: float  # seconds for sending
 
     @property
     def tokens_a_second(self) -> float:
@@ -110,20 +122,21 @@ class Step:
 
 
 def decode_step(model: Model, devices: int, network: Network, machine: Machine) -> Step:
-    """KV heads are divided first, as they need no exchange; devices beyond their number divide positions.
+    """The plan of a decode step. Devices divide KV heads first, which needs no exchange, then positions.
 
-    Weights are divided among all devices. Each computes its own query heads, hears those of the devices that have
-    other positions of the same KV heads, and gets its own heads of the merged result (`own_heads`).
+    Weights are divided among all devices. Each device computes its own query heads. It gets the queries of the devices
+    with other positions of the same KV heads, and its own heads of the merged result (`own_heads`).
     """
     by_heads = math.gcd(devices, model.kv_heads)
     by_positions = devices // by_heads
-    heads = model.heads // by_heads  # that meet at one KV head's devices
+    heads = model.heads // by_heads  # query heads that attend on the devices of one KV head
     cache = model.layers * model.row_bytes * CONTEXT * BATCH / devices
     held = cache + model.weight_bytes / devices
     queries = BATCH * heads * model.head_dim * 2 * (by_positions - 1) // by_positions
-    # A device has at least one head, beyond their number several have the same one.
+    # A device has at least one head. With more devices than heads, several devices have the same head.
     merged = decode_bytes(BATCH, heads, model.d_v, by_positions, own_heads=True)
-    reduced = 2 * 2 * BATCH * model.hidden * 2 * (devices - 1) // devices  # twice a layer, each there and back
+    # twice per layer, each a reduce-scatter and an all-gather
+    reduced = 2 * 2 * BATCH * model.hidden * 2 * (devices - 1) // devices
     layer = network.exchange(queries, by_positions) + network.exchange(merged, by_positions)
     layer += 2 * network.exchange(reduced / 2, devices) + 2 * math.ceil(math.log2(devices)) * network.latency
     return Step(
@@ -140,29 +153,29 @@ def decode_step(model: Model, devices: int, network: Network, machine: Machine) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefill:
-    """Causal attention of one prompt in one layer over a ring of devices, forward."""
+    """Causal attention over one prompt in one layer, forward, with the prompt divided over a ring of devices."""
 
     devices: int
     moved: int  # bytes that a device sends
     computing: float  # seconds
-    sending: float  # seconds, of which only what exceeds the computing is waited for
+    sending: float  # seconds; only the part that exceeds `computing` causes a wait
 
 
 def prefill(model: Model, tokens: int, devices: int, network: Network, machine: Machine) -> Prefill:
-    """Latents are made into keys and values of each head first, as prefill does, and those travel."""
+    """The plan of a prefill. Latents are first expanded to keys and values of each head, which are then sent."""
     kv_heads = model.heads if model.kv_heads == 1 else model.kv_heads
     widths = 192 + 128 if model.kv_heads == 1 else model.head_dim + model.d_v
     moved = ring_bytes(tokens // devices, kv_heads, widths, 2, devices)
-    products = model.heads * widths * tokens * tokens  # multiplications and additions of the half that is seen
+    products = model.heads * widths * tokens * tokens  # multiplications and additions of the visible half
     sending = moved / network.bandwidth + (devices - 1) * network.latency
     return Prefill(devices, moved, products / devices / machine.flops, sending)
 
 
-# ---- what is printed
+# ---- tables
 
 
 def bytes_of(count: float) -> str:
-    """A number of bytes for people."""
+    """A number of bytes as text."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000 or unit == "GB":
             return f"{count:.3g} {unit}"
@@ -171,7 +184,7 @@ def bytes_of(count: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time for people."""
+    """A time as text, in milliseconds."""
     count = 1e3 * seconds
     return f"{count:.0f} ms" if count >= 100 else f"{count:.3g} ms"
 
@@ -203,7 +216,7 @@ def prefill_table(networks: Sequence[Network], machine: Machine, tokens: int = 2
 
 
 def tables(networks: Sequence[Network] = NETWORKS, machine: Machine | None = None) -> dict[str, str]:
-    """The tables of docs/scaling.md by their marks."""
+    """The tables of docs/scaling.md by the names of their marks."""
     machine = Machine() if machine is None else machine
     return {
         "decode": "\n".join(decode_table(networks, machine)),
@@ -212,13 +225,17 @@ def tables(networks: Sequence[Network] = NETWORKS, machine: Machine | None = Non
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Plans over many devices.")
-    parser.add_argument("--bandwidth", type=float, help="of another network, GB/s that a device sends")
-    parser.add_argument("--latency", type=float, default=5.0, help="of that network, microseconds (default 5)")
-    given = parser.parse_args(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description="Plan attention over many devices."
+    )
+    parser.add_argument("--bandwidth", type=float, help="GB/s that a device sends, for another network")
+    parser.add_argument(
+        "--latency", type=float, default=5.0, help="latency of that network in microseconds (default: 5)"
+    )
+    options = parser.parse_args(argv)
     networks = NETWORKS
-    if given.bandwidth is not None:
-        networks = (Network("network", given.bandwidth * 1e9, given.latency * 1e-6),)
+    if options.bandwidth is not None:
+        networks = (Network("network", options.bandwidth * 1e9, options.latency * 1e-6),)
     for name, table in tables(networks).items():
         print(f"{name}\n\n{table}\n")
     return 0

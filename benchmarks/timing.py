@@ -1,7 +1,7 @@
-"""How long a call takes: on a GPU by events with a cold L2 cache, on a CPU by the clock; medians of many.
+"""Times of calls: on a GPU by events with a cold L2 cache, on a CPU by the clock. Results are medians of many runs.
 
-Comparisons interleave: round after round each candidate runs once, on a CPU in an order drawn anew, so that a change of
-clock or load meets all alike, and a ratio is the median over rounds of the ratio within a round.
+Candidates are interleaved: each runs once per round, on a CPU in a new random order, so that changes of clock or load
+affect all of them. A ratio is the median of the ratios within each round.
 """
 
 import dataclasses
@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache holds
-WARM_UP, LONGEST = 20, 0.5  # of `host_seconds`: calls that do not count, and seconds
+WARM_UP, LONGEST = 20, 0.5  # for `host_seconds`: calls that are not counted, and seconds
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Seconds of each round."""
+    """The seconds of each round."""
 
     samples: tuple[float, ...]
 
@@ -27,7 +27,7 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half the distance between the quartiles, as a share of the median."""
+        """Half the interquartile range, relative to the median."""
         if len(self.samples) < 4:
             return 0.0
         low, _, high = statistics.quantiles(self.samples, n=4)
@@ -35,21 +35,24 @@ class Timing:
 
 
 def ratio(base: Timing, other: Timing) -> float:
-    """How many times as long `other` takes: above 1 means that `base` is the faster one."""
+    """The time of `other` relative to `base`. Above 1, `base` is faster."""
     pairs = zip(other.samples, base.samples, strict=True)
     return statistics.median(theirs / ours for theirs, ours in pairs)
 
 
 def on_cpu(candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 15, warm_up: int = 2) -> dict[str, Timing]:
-    """Wall-clock times; a candidate must return only when its result is there."""
+    """Wall-clock times. A candidate must not return before its result is ready."""
     return _rounds(candidates, _wall_clock, rounds, warm_up)
 
 
 def on_gpu(
     candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 50, warm_up: int = 3, cold: bool = True
 ) -> dict[str, Timing]:
-    """Device times between two events, by torch. With `cold` the L2 cache is flushed before each, which also keeps
-    the device busy while the host enqueues, so that launch costs stay out."""
+    """Device times between two events, measured by torch.
+
+    With `cold`, the L2 cache is flushed before each call. The flush also keeps the device busy while the host enqueues,
+    so that times exclude the cost of the launch.
+    """
     import torch
 
     flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda") if cold else None
@@ -80,7 +83,7 @@ def on_gpu(
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """`function` as a CUDA graph's replay: what its kernels take, without the host's share."""
+    """A function that replays `function` as a CUDA graph. Its time is that of the kernels, without the host's share."""
     import torch
 
     side = torch.cuda.Stream()
@@ -101,9 +104,9 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def host_seconds(function: Callable[[], Any], *, calls: int = 200, settle: Callable[[], Any] | None = None) -> float:
-    """What one call costs the host when the device never makes it wait: the median of many. `settle` waits for it.
+    """The host's median time of a call, if the device never makes the host wait. `settle` waits for the device.
 
-    The first calls do not count. A slow function is called less often: no call begins after `LONGEST` seconds.
+    The first calls are not counted. A slow function is called less often: no call begins after `LONGEST` seconds.
     """
     samples: list[float] = []
     until = time.perf_counter() + LONGEST
@@ -135,14 +138,14 @@ def _rounds(
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order, chance = list(candidates), random.Random(0)
     for _ in range(rounds):
-        chance.shuffle(order)  # what a candidate finds in the caches depends on the one before it
+        chance.shuffle(order)  # the previous candidate decides what a candidate finds in the caches
         for name in order:
             samples[name].append(measure(candidates[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
 def copy_bandwidth(device: Any = "cuda", size: int = 2**31) -> float:
-    """Bytes read and written a second by a large copy within the device's memory."""
+    """The bytes per second that a large copy within the device's memory reads and writes."""
     import torch
 
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
@@ -153,7 +156,7 @@ def copy_bandwidth(device: Any = "cuda", size: int = 2**31) -> float:
 
 
 def matmul_rate(device: Any = "cuda", size: int = 8192, dtype: str = "bfloat16") -> float:
-    """Operations a second of a large square matrix product on random values."""
+    """The operations per second of a large square matrix product with random values."""
     import torch
 
     left, right = (torch.randn(size, size, device=device, dtype=getattr(torch, dtype)) for _ in range(2))

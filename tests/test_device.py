@@ -494,7 +494,7 @@ def test_only_what_has_changed_is_made_anew(
     assert made["times"] == {"triton": 1, "library": 1, "peers": 2, "site": 1}
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith("carried/ 0.0 MiB and the tree ")
-    assert " of 64.0 MiB that may travel, " in last
+    assert " of 64.0 MiB that may be sent, " in last
 
 
 def test_a_part_that_cannot_be_made_leaves_the_others(

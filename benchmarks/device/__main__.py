@@ -1,12 +1,13 @@
-"""Prove and measure the kernels on a machine with a GPU that is there for minutes.
+"""Prove and measure the kernels on a machine with a GPU that is available for only a few minutes.
 
-    python -m benchmarks.device --prepare                      on any machine, before: makes carried/
+    python -m benchmarks.device --prepare                      beforehand, on any machine: makes carried/
     python -m benchmarks.device prove --out DIR                five minutes: are they right?
     python -m benchmarks.device measure --out DIR              six minutes: how fast are they?
     python -m benchmarks.device prove --device cpu --out DIR   a rehearsal: the same on a few small items
 
-Each call appends to DIR/record.jsonl as results come, and resumes from that record, or from carried/record.jsonl. It
-exits with 0 if nothing failed, 1 if something did or nothing passed, 2 if there is no GPU. docs/device.md says more.
+Each call appends its results to DIR/record.jsonl as they arrive, and resumes from that record or from
+carried/record.jsonl. The exit status is 0 if nothing failed, 1 if something failed or nothing passed, and 2 if there is
+no GPU. docs/device.md says more.
 """
 
 import argparse
@@ -31,9 +32,9 @@ from benchmarks.device.pool import LEAST, ROOT, PhaseRun, Pool
 from benchmarks.device.record import FAILED, NAME, PASSED, Record
 
 MINUTES = {"prove": 5.2, "measure": 6.0}
-REHEARSED, REHEARSAL_MINUTES = 3, 30  # items per phase, and minutes per call, on a CPU
-RESERVE = 8.0  # seconds for ending processes and for the summary
-OVERDUE = 40.0  # seconds after which a call that is over its time is ended by force
+REHEARSED, REHEARSAL_MINUTES = 3, 30  # items per phase, and minutes per call, in a rehearsal on a CPU
+RESERVE = 8.0  # seconds kept for ending processes and for the summary
+OVERDUE = 40.0  # seconds after its time limit at which a call is ended by force
 QUERIED = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit,memory.used,memory.total"
 ASKING_TORCH = "import torch; print(torch.cuda.get_device_name())"
 PACKAGES = (
@@ -45,13 +46,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__, formatter_class=form)
     parser.add_argument("call", nargs="?", choices=tuple(MINUTES), help="what to do on the device")
-    parser.add_argument("--prepare", action="store_true", help="make what travels; needs no GPU, but a network")
-    parser.add_argument("--only", default="", metavar="PARTS", help="with --prepare: some of its parts")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "device", help="folder of the record")
-    parser.add_argument("--minutes", type=float, help="the time of the call; default 5.2 to prove, 6 to measure")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu rehearses")
-    parser.add_argument("--phases", default="", help="only the phases whose name contains one of these, by commas")
-    parser.add_argument("--items", type=int, help=f"maximum number of items per phase; on a CPU {REHEARSED}")
+    parser.add_argument(
+        "--prepare", action="store_true", help="make the parts that are sent along; needs no GPU, but a network"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="PARTS", help="with --prepare: only these parts, separated by commas"
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "device", help="the folder for the record")
+    parser.add_argument("--minutes", type=float, help="time limit of the call; default: 5.2 to prove, 6 to measure")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is a rehearsal")
+    parser.add_argument(
+        "--phases", default="", help="only the phases whose name contains one of these words, separated by commas"
+    )
+    parser.add_argument("--items", type=int, help=f"maximum number of items per phase; default on a CPU: {REHEARSED}")
     parser.add_argument("--workers", type=int, help="maximum number of worker processes; default: the number of cores")
     parser.add_argument("--afresh", action="store_true", help="also run items that have passed")
     options = parser.parse_args(argv)
@@ -61,19 +68,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def facts(device: str) -> dict[str, Any]:
-    """The machine and its software, asked for without touching the device."""
+    """The machine and its software, found without using the device."""
     versions = {package: carried.version(package) for package in PACKAGES}
     name = "CPU" if device == "cpu" else ""
     found: dict[str, Any] = {"device": name, "python": platform.python_version(), "versions": versions}
     found |= {"cores": len(os.sched_getaffinity(0)), "ptxas": plan.newer_ptxas()}
     if device == "cuda":
-        said = printed(shutil.which("nvidia-smi") or "nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader")
-        found |= {"device": said.partition(",")[0] or printed(sys.executable, "-c", ASKING_TORCH), "nvidia-smi": said}
+        row = printed(shutil.which("nvidia-smi") or "nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader")
+        found |= {"device": row.partition(",")[0] or printed(sys.executable, "-c", ASKING_TORCH), "nvidia-smi": row}
     return found
 
 
 def printed(*command: str) -> str:
-    """The first line that a command prints; "" if it fails or does not exist."""
+    """The first line of a command's output, or "" if the command fails or does not exist."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode == 0:
@@ -82,7 +89,7 @@ def printed(*command: str) -> str:
 
 
 def brief(here: dict[str, Any]) -> str:
-    """The facts in a line."""
+    """The facts in one line."""
     known = here["carried"]
     parts = ", ".join(known["parts"]) if known else "nothing"
     missing = [part for part in carried.PARTS if not known or part not in known["parts"]]
@@ -123,8 +130,9 @@ def conduct(options: argparse.Namespace) -> int:
     say(head[1])
     space = plan.SPACE if rehearsal else max(1.0, minutes / MINUTES[options.call])
     conductor = Conductor(options, record, Pool(options.device), began + 60 * minutes - RESERVE, space)
-    faulthandler.dump_traceback_later(60 * minutes + OVERDUE, exit=True)  # if all else fails; the record is written
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through `finally`
+    # the last resort; the record is already written
+    faulthandler.dump_traceback_later(60 * minutes + OVERDUE, exit=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through `finally`
     try:
         conductor.run()
     finally:
@@ -139,7 +147,7 @@ def conduct(options: argparse.Namespace) -> int:
 
 
 class Conductor:
-    """Runs the phases of a call, each with the processes that it needs; their limits are multiplied by `space`."""
+    """Runs the phases of a call with the processes that each of them needs. `space` multiplies their time limits."""
 
     def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float, space: float) -> None:
         self.options, self.record, self.pool, self.until, self.space = options, record, pool, until, space
@@ -151,7 +159,7 @@ class Conductor:
         phases = [one for one in plan.phases(self.options.call, self.record) if any(word in one.name for word in words)]
         for phase, following in itertools.zip_longest(phases, phases[1:]):
             if self.until - time.monotonic() < LEAST:
-                say(f"{phase.name}: not begun, for the time is up")
+                say(f"{phase.name}: not begun, the time is up")
                 continue
             self.begin(phase, following)
             self.phase(phase)
@@ -162,7 +170,7 @@ class Conductor:
         return min(phase.workers, self.cores)
 
     def begin(self, phase: plan.Phase, following: plan.Phase | None) -> None:
-        """End processes that are not needed next, and start those of this phase and of the following one."""
+        """End the processes that are not needed next, and start those of this phase and of the following one."""
         ahead = following if following and not phase.alone and not following.alone else None
         self.pool.keep(phase.start, *([ahead.start] if ahead else []))
         self.pool.start_ahead(phase.start, min(self.workers(phase), self.most or self.cores))
@@ -178,10 +186,10 @@ class Conductor:
         )  # fmt: skip
         try:
             run.run()
-        except Exception as error:  # a fault of this program costs a phase, not the call
+        except Exception as error:  # an error in this program costs a phase, not the whole call
             traceback.print_exc()
-            said = f"{type(error).__name__}: {error}"
-            self.record.write("item", phase=phase.name, item="", result=FAILED, message=said)
+            message = f"{type(error).__name__}: {error}"
+            self.record.write("item", phase=phase.name, item="", result=FAILED, message=message)
         say(summary.of_phase(self.record, phase.name))
 
 

@@ -1,4 +1,4 @@
-"""Items: the named cases, each checked and then timed beside the peers that are installed, while nothing else runs."""
+"""Items: the named cases. Each is checked, then timed beside the installed peers, while nothing else runs."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from ragged_attention.testing import environment
 
 LATENT = ("W9", "W10", "W11", "W12")
 ROUNDS, FEW_ROUNDS = 20, 3
-LENGTH = 48  # of the longest sequence where a CPU stands in
-MANY_TOKENS = 64  # with more, eager takes minutes and its time is of no interest
+LENGTH = 48  # the longest sequence in a rehearsal on a CPU
+MANY_TOKENS = 64  # with more tokens, eager takes minutes and its time is of no interest
 
 
 class Items:
@@ -29,7 +29,7 @@ class Items:
             self.machine = run.Machine("torch", True, run.this_machine("torch").name, *rates)
 
     def facts(self) -> dict[str, Any]:
-        """The measured ceilings, from which floors are computed, and which of torch's peers are installed."""
+        """The measured rates from which floors are computed, and which of torch's peers are installed."""
         from benchmarks.peers import registry
 
         return {
@@ -49,7 +49,7 @@ class Items:
         gpu = self.machine.gpu
         with self.cuda.in_place(self.device):
             if self.cuda.absent(self.device) is None and self.cuda.takes(case, self.device):
-                backends.insert(0, "cuda")  # what the others are compared with
+                backends.insert(0, "cuda")  # the first backend is the base of the ratios
             if gpu and case.num_tokens > MANY_TOKENS:
                 backends.remove("eager")
             results = self.run_case(
@@ -61,7 +61,7 @@ class Items:
         return {"result": FAILED if broken else PASSED, "message": message, "rows": rows}
 
     def settle(self) -> None:
-        """Free the memory of a case, since the next one may need all of it."""
+        """Free the memory of a case, since the next case may need all memory."""
         if self.machine.gpu:
             import torch
 
@@ -69,11 +69,11 @@ class Items:
             torch.cuda.empty_cache()
 
 
-CALLS = 2  # before the one that the profiler watches
+CALLS = 2  # calls before the one that is profiled
 
 
 def call(name: str, backend: str) -> None:
-    """Call a case, and have the profiler watch the last call."""
+    """Call a case several times, with the profiler enabled for the last call."""
     import torch
 
     from benchmarks import run

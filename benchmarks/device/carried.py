@@ -1,8 +1,8 @@
-"""What `--prepare` made on another machine, and how a call takes it: compiled kernels, a library, wheels, peers.
+"""The parts that `--prepare` made on another machine, and their use in a call: kernels, a library, wheels, peers.
 
-A machine that is lent for minutes has no network, and compiling there would use up most of the time. All that can be
-made before travels in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks it into the
-folder for temporary files; the checkout and the home folder may be read-only.
+A machine that is lent for minutes has no network, and compiling there would use up most of the time. Everything that
+can be made in advance is sent in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks
+it into the folder for temporary files, since the checkout and the home folder may be read-only.
 """
 
 import contextlib
@@ -27,30 +27,30 @@ from ragged_attention.host import caches
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "carried"
 MANIFEST, MODIFIED = "manifest.json", "-modified"
-# Each is a file PART.tar.xz that becomes a folder of that name; `site` is a folder of Python packages.
+# Part PART is the file PART.tar.xz, which is unpacked into a folder of that name. `site` holds Python packages.
 TRITON, LIBRARY, PEERS, SITE = PARTS = ("triton", "library", "peers", "site")
 FOR_MEASURING = (PEERS,)
-KERNELS = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda")  # what results depend on
+KERNELS = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda")  # the sources that results depend on
 SOURCES = (*KERNELS, "benchmarks")
 SUFFIXES = (".py", ".cu", ".cc", ".h")
 
 
 def unpacked() -> Path:
-    """Where a call's processes find what was carried, and keep what they make."""
+    """The folder into which a call unpacks the parts, and in which its processes keep their caches."""
     return Path(tempfile.gettempdir(), "ragged-attention-device")
 
 
 def manifest() -> dict[str, Any]:
-    """What the folder holds and of which commit it was made; empty if nothing was carried."""
+    """The manifest of the folder: its parts, and the commit that they were made from. Empty if nothing was carried."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads((FOLDER / MANIFEST).read_text())
     return {}
 
 
 def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
-    """A digest of the sources, which also works where git does not."""
+    """A digest of the sources. It does not need git."""
     found = hashlib.sha256()
-    # Links in src lead to folders of the root, which are in the list themselves.
+    # Links in src lead to folders at the root, which the list names themselves.
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     for path in sorted(paths):
         if not any(parent.is_symlink() for parent in path.parents):
@@ -59,19 +59,20 @@ def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
 
 
 def is_stale() -> bool:
-    """Whether the carried parts were made from other sources than those that are here."""
+    """Whether the carried parts were made from sources that differ from the present ones."""
     return bool(known := manifest()) and known["sources"] != source_digest()
 
 
 def commit() -> str:
-    """The commit of the carried parts, if they were made from the sources that are here; else that of the checkout.
+    """The commit of the carried parts if they were made from the present sources, otherwise that of the checkout.
 
-    What travels may be the files of a commit without that commit. A commit is marked if files differ from it.
+    The folder sent to the device may have the files of a commit, but no git. A commit is marked as modified if files
+    differ from it.
     """
     if (known := manifest()) and not is_stale():
         return known["commit"]
     command = ["git", "describe", "--always", f"--dirty={MODIFIED}", "--abbrev=12", "--exclude=*"]
-    with contextlib.suppress(OSError):  # there is no git
+    with contextlib.suppress(OSError):  # git is not installed
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if done.returncode == 0:
             return done.stdout.strip()
@@ -82,7 +83,10 @@ def commit() -> str:
 
 
 def unpack(*, measuring: bool) -> dict[str, Any]:
-    """Unpack what a call needs of what was carried; what there is, how long it took, and what could not be unpacked."""
+    """Unpack the carried parts that a call needs.
+
+    Returns the manifest, the seconds that unpacking took, and the parts that could not be unpacked, with the reasons.
+    """
     began, target, known, broken = time.monotonic(), unpacked(), manifest(), {}
     for name in ("cache", TRITON):
         (target / name).mkdir(parents=True, exist_ok=True)
@@ -97,30 +101,34 @@ def unpack(*, measuring: bool) -> dict[str, Any]:
             if part == TRITON:
                 _move_groups(target / part)
             mark.write_text(made["digest"])
-        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:  # the other parts are useful without it
+        # the other parts are useful without this one
+        except (OSError, EOFError, lzma.LZMAError, tarfile.TarError) as error:
             broken[part] = f"{type(error).__name__}: {error}"
     return {"carried": known or None, "unpacked": round(time.monotonic() - began, 1), "not_unpacked": broken}
 
 
 def _move_groups(cache: Path) -> None:
-    """Triton's cache lists a kernel's files by absolute paths; write the paths that hold here."""
+    """Triton's cache lists a kernel's files by absolute path. Write the paths on this machine."""
     for path in cache.glob("*/__grp__*"):
         group = json.loads(path.read_text())
         group["child_paths"] = {name: str(path.parent / name) for name in group["child_paths"]}
         path.write_text(json.dumps(group))
 
 
-# ---- for the processes that it starts
+# ---- for the worker processes
 
 
 def environment() -> dict[str, str]:
-    """Settings that all processes share, so that one finds what another compiled; caches where one may write."""
+    """Settings that all processes share, so that each finds the kernels compiled by the others.
+
+    Caches are in writable folders.
+    """
     base = unpacked()
     settings = {
         "TRITON_CACHE_DIR": str(base / TRITON),
-        "TRITON_DEFAULT_FP_FUSION": "1",  # part of the key of every compiled kernel
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # jax would take three quarters of the card
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # each process would start as many as there are cores
+        "TRITON_DEFAULT_FP_FUSION": "1",  # part of each compiled kernel's key
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # otherwise jax would take three quarters of the GPU's memory
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise each process would start one per core
     }
     if not _home_is_writable():
         names = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -139,7 +147,7 @@ def _home_is_writable() -> bool:
 
 
 def use(device: str) -> None:
-    """Let this process find what was carried. To be called before triton, jax or a backend is imported."""
+    """Make the carried parts available in this process. Call it before triton, jax or a backend is imported."""
     base = unpacked()
     if (site := base / SITE).is_dir() and str(site) not in sys.path:
         sys.path.append(str(site))
@@ -154,11 +162,11 @@ def use(device: str) -> None:
 
 
 def steady_kernel_keys() -> None:
-    """Have every process give a kernel the same name in Triton's cache.
+    """Make every process use the same names for kernels in Triton's cache.
 
-    Triton's own files are part of it, which may differ from one machine to another: its version takes their place.
-    And Triton 3.6 takes account of the globals that a called function uses only if that function was named before, so
-    names depend on which kernel runs first: all functions are named at once, in one order.
+    The names depend on Triton's own files, which may differ between machines. Here Triton's version replaces them. In
+    addition, Triton 3.6 considers the globals of a called function only if that function was named before, so a
+    kernel's name depends on which kernel runs first. So all functions are named at once, in a fixed order.
     """
     if version("triton") is None:
         return
@@ -171,11 +179,11 @@ def steady_kernel_keys() -> None:
     for module in map(importlib.import_module, names):
         for _, function in sorted(vars(module).items()):
             if isinstance(function, kind):
-                function.cache_key  # noqa: B018  (which names it)
+                function.cache_key  # noqa: B018  (this names the function)
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package."""
+    """The version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -183,5 +191,5 @@ def version(package: str) -> str | None:
 
 
 def size() -> int:
-    """Bytes that travel."""
+    """The bytes of the folder."""
     return sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Items: checks that only a device allows: graph capture and replay, torch.compile, streams, no synchronisation."""
+"""Items: checks that need a device: graph capture and replay, torch.compile, streams, no synchronisation."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ SMALL = {
         "mla_prefill_fp8_h128_32k",
     ),
 }  # fmt: skip
-WHOLE = {"triton": "decode_64x4k", "cuda": "mla_dense_h128_128x4k"}  # the cases that are timed
+WHOLE = {"triton": "decode_64x4k", "cuda": "mla_dense_h128_128x4k"}  # the cases that are timed, at full size
 LENGTH, CPU_LENGTH, SEQUENCES = 333, 48, 6
 
 
@@ -40,13 +40,13 @@ def _listed(out: Any) -> list[Any]:
 
 
 def _same_bits(case: Case, inputs: dict[str, Any], out: Any, backend: str) -> None:
-    """Whether another call gives the same."""
+    """Check that another call gives the same bits as `out`."""
     for got, want in zip(_listed(out), _listed(_attention(case, inputs, backend)), strict=True):
         identical(to_numpy(got), to_numpy(want))
 
 
 def compiled(case: Case, backend: str, device: str) -> None:
-    """`torch.compile(fullgraph=True)` around the call gives the call's own bits."""
+    """Check that `torch.compile(fullgraph=True)` around the call gives the same bits as the plain call."""
     import torch
 
     inputs = case.torch_inputs(1, device)
@@ -64,7 +64,7 @@ def compiled(case: Case, backend: str, device: str) -> None:
 
 
 def replayed(case: Case, backend: str, device: str) -> None:
-    """A captured call, replayed after the lengths and queries have changed in place, is right for the new ones."""
+    """Check that a captured call is right when replayed after the lengths and queries have changed in place."""
     import torch
 
     from benchmarks import timing
@@ -82,7 +82,7 @@ def replayed(case: Case, backend: str, device: str) -> None:
 
 
 def on_another_stream(case: Case, backend: str, device: str) -> None:
-    """On a stream of its own the call waits for that stream's work and for nothing else's."""
+    """Check that a call on its own stream waits for that stream's work and for nothing else."""
     import torch
 
     inputs = case.torch_inputs(3, device)
@@ -90,7 +90,7 @@ def on_another_stream(case: Case, backend: str, device: str) -> None:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(20_000_000)  # what runs too early sees the NaN
+        torch.cuda._sleep(20_000_000)  # a call that runs too early sees the NaN
         inputs["q"].copy_(queries)
         out = _attention(case, inputs, backend)
     stream.synchronize()
@@ -98,7 +98,7 @@ def on_another_stream(case: Case, backend: str, device: str) -> None:
 
 
 def without_waiting(case: Case, backend: str, device: str) -> None:
-    """The call never makes the host wait for the device."""
+    """Check that the call never makes the host wait for the device."""
     import torch
 
     inputs = case.torch_inputs(4, device)
@@ -112,7 +112,7 @@ def without_waiting(case: Case, backend: str, device: str) -> None:
 
 
 def flat_in_padding(case: Case, backend: str, device: str) -> None:
-    """Ten times longer page tables with the same lengths cost under 3 % more."""
+    """Check that ten times longer page tables with the same lengths cost under 3 % more."""
     import torch
 
     from benchmarks import timing
@@ -131,12 +131,13 @@ def flat_in_padding(case: Case, backend: str, device: str) -> None:
 
 
 ANYWHERE: dict[str, Callable[..., None]] = {"compiled": compiled}
-# Compiling takes longest and comes last.
+# Compiling takes longest, so it comes last.
 ON_A_GPU: dict[str, Callable[..., None]] = {
     "replayed": replayed, "on another stream": on_another_stream, "without waiting": without_waiting, **ANYWHERE
 }  # fmt: skip
 TIMED = "flat in padding"
-NEW_QUERIES = ("replayed", "on another stream")  # for which a gradient's other arguments would be no forward pass's
+# with new queries, a gradient's other arguments would not belong to its forward pass
+NEW_QUERIES = ("replayed", "on another stream")
 
 
 class Items:
@@ -146,9 +147,9 @@ class Items:
         self.calls = dict(self._calls())
 
     def _calls(self) -> Iterator[tuple[str, tuple[Callable[..., None], Case, str]]]:
-        """By name a check, its case and its backend; where a CPU rehearses, eager takes Triton's place.
+        """Names, each with its check, case and backend. In a rehearsal on a CPU, eager replaces Triton.
 
-        Those of `TIMED` measure, so nothing else may use the device meanwhile.
+        The items of `TIMED` measure time, so nothing else may use the device meanwhile.
         """
         gpu = self.device == "cuda"
         for backend, names in SMALL.items():
@@ -184,7 +185,7 @@ class Items:
 
 
 def poke(seeds: int, backend: str = "triton", device: str = "cuda") -> None:
-    """Run calls whose index arrays hold any values at all: under a memory checker, which sees every stray access."""
+    """Run calls with arbitrary values in their index arrays. A memory checker then sees every stray access."""
     from ragged_attention.testing import runner_for, safety
     from ragged_attention.testing.mla import garbage as mla_safety
     from ragged_attention.testing.runner import Declined

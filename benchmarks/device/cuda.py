@@ -1,4 +1,4 @@
-"""What a machine with a Hopper GPU is asked of the CUDA kernels; on a CPU the emulation takes the GPU's place."""
+"""Checks of the CUDA kernels for a machine with a Hopper GPU. On a CPU they run in the emulation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ def _small(name: str, heads: int, num_seqs: int = 3, **fields: Any) -> LatentCas
     return batch(name, "-", num_seqs, heads, max_len=150, **fields)
 
 
-# A case for each kernel and each way in which it finds its rows: a checker slows a kernel down a hundredfold.
+# A case for each kernel and each way in which it finds its rows. They are small, since a checker slows kernels down a
+# hundredfold.
 SMALL = (
     _small("dense", 128, num_q_tokens=2, causal=True),
     _small("dense_odd_pages", 16, page_size=24, dtype="float16"),
@@ -39,7 +40,7 @@ SMALL = (
 
 
 def exercise(seeds: int, device: str = "cuda", cases: tuple[LatentCase, ...] = SMALL) -> None:
-    """Every kind of call, in one split and several, with valid tables, and with arbitrary numbers in them."""
+    """Run every kind of call with one and with several splits, with valid tables and with arbitrary numbers in them."""
     for seed in range(seeds):
         for case in cases:
             _valid(case, seed, device)
@@ -47,7 +48,7 @@ def exercise(seeds: int, device: str = "cuda", cases: tuple[LatentCase, ...] = S
 
 
 def _valid(case: LatentCase, seed: int, device: str) -> None:
-    """Right whatever the splits; a decode also by a schedule."""
+    """Check that results are right with any number of splits, and in a decode with a schedule."""
     import ragged_attention.torch as front
 
     inputs = case.torch_inputs(seed, device)
@@ -65,7 +66,7 @@ def _valid(case: LatentCase, seed: int, device: str) -> None:
 
 
 def _invalid(case: LatentCase, seed: int, device: str) -> None:
-    """Finite, and nothing outside the arrays is touched, which the checkers see."""
+    """Check that results are finite. The memory checkers see whether anything outside the arrays is touched."""
     import torch
 
     import ragged_attention.torch as front
@@ -85,14 +86,14 @@ def _invalid(case: LatentCase, seed: int, device: str) -> None:
 
 @contextlib.contextmanager
 def in_place(device: str) -> Iterator[None]:
-    """Where backend `cuda` runs: on the device, or on a CPU in the emulation, if that can be built."""
+    """A context in which backend `cuda` runs: on the device, or on a CPU in the emulation if that can be built."""
     emulated = device == "cpu" and absent(device) is None
     with kernels_cuda.emulating() if emulated else contextlib.nullcontext():
         yield
 
 
 def absent(device: str) -> str | None:
-    """Why backend `cuda` does not run here."""
+    """The reason why backend `cuda` does not run here, or None."""
     if device == "cpu":
         return toolchain.missing_to_emulate()
     try:
@@ -103,7 +104,7 @@ def absent(device: str) -> str | None:
 
 
 def takes(case: Case, device: str) -> bool:
-    """Whether the CUDA kernels take a case as torch gives it."""
+    """Whether the CUDA kernels support a case when called from torch."""
     try:
         return dispatch.refusal("cuda", case.attention_call(device_of("torch", device))) is None
     except BackendMissing:

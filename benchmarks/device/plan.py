@@ -1,8 +1,9 @@
-"""What the two calls run, in which order, and how long each part may take.
+"""The phases of the two calls, their order, and their time limits.
 
-`prove` asks whether kernels are right: all of them in five minutes, the most informative items first. `measure` runs
-again what failed in `prove`, also compiled and launched in other ways, and then times. The limits are for a machine
-with 16 cores; a phase that ends early leaves its time to the next ones, and the last phases take what is left.
+`prove` checks whether the kernels are right: all of them in five minutes, the most informative items first. `measure`
+repeats the items that failed in `prove`, also compiled and launched in other ways, and then times the kernels. The
+limits are for a machine with 16 cores. A phase that ends early leaves its time to the next ones, and the last phases
+use the rest.
 """
 
 import dataclasses
@@ -19,20 +20,20 @@ QUICK = (
 )  # fmt: skip
 BENCH, BENCH_ALONE = "bench", "bench without peers"  # the phases that time cases
 WITHOUT_PDL, WITHOUT_PEERS = "without-pdl", "without-peers"
-FURTHEST = 3  # cases that are profiled
-SPACE = 8  # a rehearsal on a CPU may take this many times as long
-NEVER_REACHED, RUN_ALREADY = 1, 3  # of `Record.turns`
-REPEATED, MOST_REPEATS = 75.0, 9  # seconds for all that is repeated, and the most phases of that
-ENOUGH = 10.0  # seconds: an item that got as many and gave no answer hangs, whatever its limit
-TELLING = 6  # failed items that are run in other ways: one of each kind
-# Many processes share the cores, and the reference's products would each take all of them.
+FURTHEST = 3  # number of cases that are profiled
+SPACE = 8  # time limits in a rehearsal on a CPU are this many times as long
+NEVER_REACHED, RUN_ALREADY = 1, 3  # values of `Record.turns`
+REPEATED, MOST_REPEATS = 75.0, 9  # seconds for all repeated phases together, and how many there are at most
+ENOUGH = 10.0  # seconds: an item that got this much time without an answer hangs, whatever its limit
+TELLING = 6  # failed items that are run in other ways: one of each kind of failure
+# Many processes share the cores, and each product of the reference would otherwise use all of them.
 ONE_THREAD = tuple((f"{name}_NUM_THREADS", "1") for name in ("OMP", "OPENBLAS", "MKL", "NUMBA"))
 Choice = Callable[[Record, list[str]], list[str]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """How a process is started: the module with its items, what these are made with, additions to the environment."""
+    """How a process is started: the module with its items, their arguments, and additions to the environment."""
 
     module: str
     arguments: tuple[str, ...] = ()
@@ -41,7 +42,7 @@ class Start:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Phase:
-    """Items of one kind, and the limits of time for each and for all."""
+    """Items of one kind, with time limits for each item and for the phase."""
 
     name: str
     start: Start
@@ -49,13 +50,13 @@ class Phase:
     workers: int
     item_seconds: float
     seconds: float
-    every: int = 1  # run every n-th item
-    alone: bool = False  # nothing else may run beside it: it measures time
-    always: bool = False  # also items that have passed: the machine may be another one
-    choose: Choice | None = None  # which items, if that depends on the record
+    every: int = 1  # run every n-th item only
+    alone: bool = False  # nothing else may run at the same time, because this phase measures time
+    always: bool = False  # also run items that have passed, since the machine may be another one
+    choose: Choice | None = None  # selects the items if they depend on the record
 
     def chosen(self, record: Record, names: list[str], most: int = 0) -> list[str]:
-        """The items to be run, those that failed before first; with `most`, at most that number of items."""
+        """The items to be run, those that failed before first. `most`, unless 0, limits their number."""
         wanted = self.choose(record, names) if self.choose else names[:: self.every]
         if most and len(wanted) > most:
             wanted = wanted[:: -(-len(wanted) // most)]
@@ -104,7 +105,7 @@ def bench(name: str, cases: str, seconds: float, *options: str, choose: Choice |
 
 
 def failed_cases(record: Record, names: list[str]) -> list[str]:
-    """The cases that failed, perhaps by the fault of a peer: an illegal access of one leaves ours untimed too."""
+    """The cases that failed, perhaps because of a peer: an illegal access in a peer leaves ours untimed too."""
     last = record.items()
     return [name for name in names if last.get((BENCH, name), {}).get("result") == FAILED]
 
@@ -117,7 +118,7 @@ def tools(name: str, what: str, seconds: float, each: float, workers: int = 1, c
 
 
 def furthest(record: Record, names: list[str]) -> list[str]:
-    """The timed cases furthest above their floor."""
+    """The timed cases that are furthest above their floor."""
     shares = {}
     for line in record.items().values():
         for row in line.get("rows", ()):
@@ -143,17 +144,17 @@ MEASURE = (
 
 
 def program(name: str) -> str | None:
-    """One of CUDA's programs, if it is installed."""
+    """The path of one of CUDA's programs, or None if it is not installed."""
     return shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
 
 
 def newer_ptxas() -> str | None:
-    """The assembler of the CUDA toolkit that is installed, which is newer than that of Triton's own wheel."""
+    """The path of the CUDA toolkit's ptxas, which is newer than the one in Triton's wheel, or None."""
     return program("ptxas")
 
 
 def ways() -> dict[str, Callable[[Phase], Phase]]:
-    """Ways to run a phase again: as it was, and what else may tell a compiler's fault from ours."""
+    """Ways to repeat a phase: unchanged, and with changes that tell compiler errors from ours."""
     found: dict[str, Callable[[Phase], Phase]] = {"": lambda phase: phase}
     if path := newer_ptxas():
         more = ("TRITON_PTXAS_PATH", path)
@@ -167,9 +168,9 @@ def _started(phase: Phase, **changes: tuple) -> Phase:
 
 
 def repeats(record: Record) -> Iterator[Phase]:
-    """The failed items of `prove` once more, and of those of Triton kernels one of each kind in other ways too.
+    """Phases that repeat the failed items of `prove`. One of each kind of Triton failure also runs in the other ways.
 
-    Together they take `REPEATED` seconds at most, so that the call measures however much has failed.
+    Together they take at most `REPEATED` seconds, so that the call measures however many items have failed.
     """
     found = sorted(_repeats(record), key=lambda phase: way_of(phase.name) != "")[:MOST_REPEATS]
     for phase in found:
@@ -197,7 +198,7 @@ def _repeats(record: Record) -> Iterator[Phase]:
 
 
 def phases(call: str, record: Record) -> Iterator[Phase]:
-    """The phases of a call; later ones may follow from what earlier ones have written to the record."""
+    """The phases of a call. Later ones may depend on the results of earlier ones in the record."""
     if call == "prove":
         yield from PROVE
         return

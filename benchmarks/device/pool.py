@@ -1,8 +1,8 @@
-"""Worker processes, and a phase's items run on several of them.
+"""Worker processes, and the run of a phase's items on several of them.
 
-Each item runs in a worker process with a time limit. A crash, a hang, a poisoned context or a full card costs the item
-that met it: its process is killed, and the next item gets another. This module and those that use it import neither
-torch nor jax, so the process that conducts a call never touches the device.
+Each item runs in a worker process with a time limit. A crash, a hang, a poisoned CUDA context or a lack of GPU memory
+costs only the item that caused it: its process is killed, and the next item gets another one. Neither this module nor
+its users import torch or jax, so the process that conducts a call never touches the device.
 """
 
 import concurrent.futures
@@ -26,26 +26,27 @@ from benchmarks.device.plan import ENOUGH, Phase, Start
 from benchmarks.device.record import CANNOT, FAILED, LATE, Record
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 120.0  # for a process's imports, while others import too
-END_SECONDS = 10.0  # for killed processes to be gone; a driver may hold on to one
-LEAST = 2.0  # seconds: with less left nothing is begun
-MOST_STARTS = 3  # failed ones in a row, after which a phase is given up
-DUMPED = 2**16  # bytes of standard error in which the place of a crash is looked for
-# Settings of a machine's image that would change what is compiled, or where things run; all but where the driver lies.
+START_SECONDS = 120.0  # for a process's imports, while other processes import too
+END_SECONDS = 10.0  # for killed processes to exit; a driver may delay one
+LEAST = 2.0  # seconds: nothing is begun with less time left
+MOST_STARTS = 3  # failed starts in a row after which a phase is given up
+DUMPED = 2**16  # bytes at the end of standard error that are searched for the place of a crash
+# Settings of the machine's image that would change what is compiled or where things run are dropped, except the
+# driver's location.
 DROPPED = ("TRITON_", "JAX_PLATFORMS", "XLA_FLAGS", "CUDA_LAUNCH_BLOCKING")
 NEEDED = ("TRITON_LIBCUDA_PATH",)
 
 
 class Late(Exception):
-    """No answer within the limit."""
+    """There was no answer within the time limit."""
 
 
 class Ended(Exception):
-    """The process is no more."""
+    """The process has ended."""
 
 
 class Worker:
-    """One process."""
+    """A worker process."""
 
     def __init__(self, start: Start, device: str) -> None:
         self.start, self.facts, self._ending = start, None, threading.Lock()
@@ -59,7 +60,10 @@ class Worker:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        """Pass on what the process answers. This thread alone closes the pipe, for whoever does so waits for a read."""
+        """Put the process's answers into the queue.
+
+        Only this thread closes the pipe, because closing it waits for a pending read.
+        """
         assert self._process.stdout is not None
         with self._process.stdout as answers:
             for line in answers:
@@ -79,11 +83,11 @@ class Worker:
         try:
             code = self._process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            return "it closed its output and stays"
+            return "it closed its output but keeps running"
         return signal.Signals(-code).name if code < 0 else f"exit status {code}"
 
     def ready(self, seconds: float) -> Mapping[str, Any]:
-        """What the process says of itself once it has started. `Ended` says why it cannot run."""
+        """The facts that the process reports once it has started. `Ended` has the reason if it cannot run."""
         if self.facts is None:
             said = self._answer(seconds)
             if "absent" in said:
@@ -92,20 +96,23 @@ class Worker:
         return self.facts
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # then `_answer` says how it ended
+        with contextlib.suppress(BrokenPipeError, ValueError):  # if so, `_answer` reports how the process ended
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**request, "seconds": seconds}) + "\n")
             self._process.stdin.flush()
         return self._answer(seconds)
 
     def kill(self) -> None:
-        """Kill the process and all that it started, without waiting."""
+        """Kill the process and all its children, without waiting."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
     def end(self, *, dump: bool = False, seconds: float = END_SECONDS) -> str:
-        """Kill the process and return the end of its standard error; with `dump` it first writes where it hangs."""
+        """Kill the process and return the end of its standard error.
+
+        With `dump`, the process first writes where it hangs.
+        """
         if dump:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(worker.DUMP)
@@ -113,7 +120,7 @@ class Worker:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.1, seconds))
-        with self._ending:  # the phase and the end of the call may both want it
+        with self._ending:  # the phase and the end of the call may both get here
             if self._errors.closed:
                 return ""
             self._errors.seek(0, os.SEEK_END)
@@ -126,16 +133,16 @@ class Worker:
 
 
 def telling(said: str) -> str:
-    """The part of a process's standard error that tells why it ended: from the last dump on, innermost frames first."""
+    """The part of standard error that shows why a process ended: the last dump, with the innermost frames first."""
     lines = [line for line in said.splitlines() if not line.startswith("Extension modules:")]
     dumps = [number for number, line in enumerate(lines) if worker.DUMPS in line or line.startswith("Fatal Python")]
-    # A dump lists every thread, the one that runs the items last.
+    # A dump lists every thread. The one that runs the items comes last.
     text = "\n".join(lines[dumps[-1] :]) if dumps else "\n".join(lines)
     return (text[: worker.LONGEST] if dumps else text[-worker.LONGEST :]).strip()
 
 
 def environment(more: dict[str, str]) -> dict[str, str]:
-    """What workers start with: our sources, caches in writable places, and the settings that calls share."""
+    """The environment of workers: our sources, caches in writable places, and the settings that calls share."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     given = os.environ.items()
     inherited = {name: value for name, value in given if name in NEEDED or not name.startswith(DROPPED)}
@@ -143,7 +150,7 @@ def environment(more: dict[str, str]) -> dict[str, str]:
 
 
 def end_all(workers: Iterable[Worker]) -> None:
-    """Kill processes together, then wait for all of them."""
+    """Kill all the processes, then wait for them."""
     workers, until = list(workers), time.monotonic() + END_SECONDS
     for one in workers:
         one.kill()
@@ -153,14 +160,14 @@ def end_all(workers: Iterable[Worker]) -> None:
 
 @dataclasses.dataclass
 class Pool:
-    """Processes that are kept from phase to phase, by how they were started."""
+    """Processes that are kept from phase to phase, by the way in which they were started."""
 
     device: str
     idle: list[Worker] = dataclasses.field(default_factory=list)
     running: set[Worker] = dataclasses.field(default_factory=set)
-    stopping: bool = False  # nothing more is begun, and what is killed has not failed
+    stopping: bool = False  # nothing more is begun, and a killed item has not failed
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    # A process dies with the thread that started it (PR_SET_PDEATHSIG), so one thread starts all of them.
+    # A process dies with the thread that started it (PR_SET_PDEATHSIG), so one thread starts all processes.
     _starter: concurrent.futures.Executor = dataclasses.field(
         default_factory=lambda: concurrent.futures.ThreadPoolExecutor(1)
     )
@@ -169,7 +176,7 @@ class Pool:
         return self._starter.submit(Worker, start, self.device).result()
 
     def take(self, start: Start) -> Worker:
-        """A process with this start: an idle one, or else a new one."""
+        """A process with this start: an idle one if possible, otherwise a new one."""
         with self._lock:
             found = next((one for one in self.idle if one.start == start), None)
             if found:
@@ -214,14 +221,14 @@ class Pool:
 
 @dataclasses.dataclass
 class PhaseRun:
-    """One phase of a call."""
+    """The run of one phase of a call."""
 
     phase: Phase
     pool: Pool
     record: Record
     until: float
     workers: int
-    chosen: Callable[[list[str]], list[str]]  # which of the items are to be run, by name
+    chosen: Callable[[list[str]], list[str]]  # selects the items to be run from all names
     todo: "queue.Queue[str]" = dataclasses.field(default_factory=queue.Queue)
     failed_starts: int = 0
 
@@ -234,7 +241,7 @@ class PhaseRun:
         return self.left > LEAST and self.failed_starts < MOST_STARTS and not self.pool.stopping
 
     def run(self) -> None:
-        """Run the items, on several processes at a time; the next call runs those that time does not allow."""
+        """Run the items, on several processes at a time. The next call runs the items for which there is no time."""
         began, name = time.monotonic(), self.phase.name
         first = self._listed()
         if first is None:
@@ -253,7 +260,7 @@ class PhaseRun:
         self.record.write("end", phase=name, seconds=round(seconds, 1), not_reached=self.todo.qsize())
 
     def _listed(self) -> Worker | None:
-        """Ask which items there are; the process that knew, or None if there is nothing to run."""
+        """Put the items into the queue. Returns the process that listed them, or None if there is nothing to run."""
         one = self.pool.take(self.phase.start)
         try:
             facts = one.ready(min(START_SECONDS, self.left))
@@ -280,7 +287,7 @@ class PhaseRun:
         self.record.write("item", phase=self.phase.name, item="", result=CANNOT, message=message[: worker.LONGEST])
 
     def _work(self, one: Worker | None) -> None:
-        """Run items one after another, in one process as long as that is good."""
+        """Run items one after another, in one process as long as it is usable."""
         while self.goes_on:
             try:
                 item = self.todo.get_nowait()
@@ -301,7 +308,7 @@ class PhaseRun:
         try:
             one.ready(limit)
         except Late:
-            if limit < START_SECONDS:  # the phase is over, and the next one may want the process
+            if limit < START_SECONDS:  # the time of the phase is up, and the next one may want the process
                 self.pool.give(one)
             else:
                 self.pool.drop(one)
@@ -315,11 +322,11 @@ class PhaseRun:
         return one
 
     def _one(self, one: Worker, item: str) -> bool:
-        """Run an item; False if its process is not to be used again."""
+        """Run an item. Returns False if its process must not be used again."""
         limit, began = min(self.phase.item_seconds, self.left), time.monotonic()
 
         def failed(message: str) -> None:
-            if self.pool.stopping:  # it was killed
+            if self.pool.stopping:  # the call is ending, and has killed the process
                 self.todo.put(item)
             else:
                 seconds = round(time.monotonic() - began, 3)
@@ -329,7 +336,7 @@ class PhaseRun:
             said = one.ask({"what": self.phase.what, "run": item}, limit)
         except Late:
             last = self.pool.drop(one, dump=True)
-            if limit < min(self.phase.item_seconds, ENOUGH):  # the phase's time was up, not the item's
+            if limit < min(self.phase.item_seconds, ENOUGH):  # the time of the phase was up, not that of the item
                 self.todo.put(item)
             else:
                 failed(f"{LATE} {limit:.0f} s\n{last}")

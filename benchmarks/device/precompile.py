@@ -1,10 +1,11 @@
-"""Compile ahead of time, without a GPU, every Triton kernel that a call will use, into a cache that can travel.
+"""Compile ahead of time, without a GPU, every Triton kernel that a call will use, into a cache that can be sent.
 
     python -m benchmarks.device.precompile CACHE --list FILE [--shard 0/2] [--kinds corners,drawn,checks,bench,peers]
 
-runs the suite and the cases with a stand-in for Triton's driver: kernels are compiled for `sm_90` and launched into
-nothing, and the C code that launches them is compiled too. FILE gets the names of the cache's folders that were used.
-It must run with the Triton and the Python of the machine with the GPU; `prepare` starts it so.
+runs the suite and the cases with a stand-in for Triton's driver: kernels are compiled for `sm_90` and launched on
+nothing, and the C code that launches them is compiled too. The names of the cache's folders that were used are written
+to FILE. The command must run with the versions of Triton and Python on the machine with the GPU; `prepare` starts it
+that way.
 """
 
 import argparse
@@ -31,13 +32,14 @@ from ragged_attention.testing import environment
 ARCH = "sm_90"
 KINDS = ("bench", "checks", "corners", "peers", "drawn")
 STUB = "libcuda.so.1"
-COMPARISONS = ("agrees", "identical", "logits_agree", "chosen_agree")  # which have nothing to compare here
+# comparisons that are skipped, since nothing is computed
+COMPARISONS = ("agrees", "identical", "logits_agree", "chosen_agree")
 
 
 def stub_of_the_driver(folder: Path) -> None:
-    """A library with the driver's name and the functions that Triton's launchers call, which do nothing.
+    """Build a library with the driver's name and with the functions that Triton's launchers call, which do nothing.
 
-    A linker may drop a library of which nothing is used, and a launcher without it does not load on the device.
+    With an empty library the linker could drop the reference to it, and such a launcher would not load on the device.
     """
     launchers = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia"  # type: ignore[union-attr,arg-type]
     sources = [path.read_text() for path in launchers.glob("driver.*")]
@@ -47,7 +49,7 @@ def stub_of_the_driver(folder: Path) -> None:
 
 
 class Used:
-    """The folders of the cache that were asked for, and what was compiled anew."""
+    """The cache folders that were used, and the number of kernels that were compiled anew."""
 
     def __init__(self) -> None:
         self.folders: set[str] = set()
@@ -59,14 +61,14 @@ class Used:
         self.compiled += not cache_hit
 
     def module(self, name: str, path: str) -> Any:
-        """In place of a module in C, which without the driver could not be loaded."""
+        """Stands for a C module, which could not be loaded without the driver."""
         del name
         self.folders.add(Path(path).parent.name)
         return registry.Nothing()
 
 
 def driver_of(used: Used) -> Any:
-    """A stand-in for Triton's driver that also has the launchers of kernels compiled."""
+    """A stand-in for Triton's driver that also compiles the launchers of kernels."""
     nvidia = importlib.import_module("triton.backends.nvidia.driver")
     overhead = importlib.import_module("benchmarks.overhead")
     builder: Any = importlib.import_module("triton.runtime.build")
@@ -81,11 +83,11 @@ def driver_of(used: Used) -> Any:
     return Driver(ARCH)
 
 
-# ---- what is called
+# ---- the calls
 
 
 def calls(kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Everything that a call on the device runs by Triton's kernels, by name."""
+    """All calls that run Triton kernels on the device, by name."""
     from benchmarks import overhead
     from benchmarks.cases.catalogue import CASES
     from benchmarks.device import checks
@@ -108,7 +110,7 @@ def calls(kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def of_peers() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """vLLM's Triton kernels on the cases that they take."""
+    """Calls of vLLM's Triton kernels on the cases that they support."""
     from benchmarks import overhead
     from benchmarks.cases.catalogue import CASES
     from benchmarks.cases.paged import PagedCase
@@ -135,7 +137,7 @@ def of_suite(kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def nothing_compared() -> Iterator[None]:
-    """Kernels are launched into nothing here, so results hold whatever was in memory."""
+    """A context without comparisons. Kernels are launched on nothing here, so results hold random memory."""
     compare = importlib.import_module("ragged_attention.testing.compare")
     with contextlib.ExitStack() as stack:
         for name in COMPARISONS:
@@ -150,9 +152,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device.precompile", description=__doc__)
     parser.add_argument("cache", type=Path)
     parser.add_argument("--list", type=Path, required=True)
-    parser.add_argument("--shard", default="0/1", help="of all calls one part, such as 1/4")
+    parser.add_argument("--shard", default="0/1", help="one part of the calls, such as 1/4")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--peers", type=Path, help="the folder with vLLM's kernels")
+    parser.add_argument("--peers", type=Path, help="the folder of vLLM's kernels")
     options = parser.parse_args(argv)
     which, count = map(int, options.shard.split("/"))
     with tempfile.TemporaryDirectory() as folder:
@@ -165,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compile_all(kinds: Sequence[str], which: int, count: int, peers: Path | None) -> tuple[Used, dict[str, str]]:
-    """Make every call, and say which failed; those are left to the device."""
+    """Make all calls of a shard, and return those that failed. They are left to the device."""
     from benchmarks import overhead
     from ragged_attention.testing import torch_front
     from ragged_attention.tools.samples import device_of

@@ -1,14 +1,14 @@
-"""Make what travels to a machine with a GPU: `python -m benchmarks.device --prepare`.
+"""Make the parts that are sent to a machine with a GPU: `python -m benchmarks.device --prepare`.
 
-Four parts, each made anew only if what it is made of has changed:
+There are four parts. Each is made anew only if its sources have changed:
 
     triton    our Triton kernels and vLLM's, compiled for that machine by the versions in constraints-device.txt
     library   our CUDA kernels, compiled by nvcc
     peers     FlashMLA, FlashAttention-3 and vLLM's Triton kernels, from vLLM's wheel
     site      Python packages that the machine lacks
 
-Triton's part takes twenty minutes of two cores the first time. Compiled kernels are kept, so later only those are
-compiled whose source changed. No GPU is needed; the network is.
+The first part takes twenty minutes on two cores the first time. Compiled kernels are kept, so later only those are
+compiled whose source changed. No GPU is needed, but a network is.
 """
 
 import contextlib
@@ -31,17 +31,17 @@ from typing import Any
 from benchmarks.device import carried
 from benchmarks.device.carried import FOLDER, LIBRARY, PEERS, ROOT, SITE, TRITON
 
-CACHE = ROOT / ".cache" / "device"  # compiled kernels and downloads, from which the parts are made
+CACHE = ROOT / ".cache" / "device"  # compiled kernels and downloads from which the parts are made
 PYTHON = ROOT / ".venv-device" / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints-device.txt"
-LIMIT = 64 * 2**20  # bytes of the tree and of the ignored folders that are named
-LACKING = ("jax-triton",)  # packages that the machine lacks
-KEPT = (".cubin", ".json", ".so")  # the files of a compiled kernel that are needed to run it
+LIMIT = 64 * 2**20  # most bytes of the tree and of the ignored folders that are sent
+LACKING = ("jax-triton",)  # packages that the device machine lacks
+KEPT = (".cubin", ".json", ".so")  # suffixes of a compiled kernel's files that are needed to run it
 COMPILED_FROM = ("src", "kernels_triton", "benchmarks/cases", "benchmarks/device/precompile.py")
 
 
 def prepare(only: Sequence[str] = ()) -> int:
-    """Make the parts that are missing or stale. 0 if all parts are there and fit into the limit, else 1."""
+    """Make the parts that are missing or stale. Returns 0 if all parts exist and fit the limit, otherwise 1."""
     known, made = carried.manifest().get("parts", {}), {}
     FOLDER.mkdir(exist_ok=True)
     broken = []
@@ -54,10 +54,10 @@ def prepare(only: Sequence[str] = ()) -> int:
             wanted = digest()
             if known.get(part, {}).get("digest") == wanted and path.is_file():
                 made[part] = known[part]
-                print(f"{part}: as it should be, {_mib(path.stat().st_size)}")
+                print(f"{part}: up to date, {_mib(path.stat().st_size)}")
                 continue
             note = make(path)
-        except Exception as error:  # the other parts are useful without it
+        except Exception as error:  # the other parts are useful without this one
             broken.append(part)
             print(f"{part}: FAILED: {type(error).__name__}: {error}", flush=True)
             continue
@@ -69,7 +69,7 @@ def prepare(only: Sequence[str] = ()) -> int:
 
 
 def parts() -> dict[str, tuple[Callable[[], str], Callable[[Path], dict[str, Any]]]]:
-    """For each part, the digest of what it is made of, and the function that makes it."""
+    """For each part, a function for the digest of its sources, and the function that makes it."""
     return {
         TRITON: (lambda: _digest(CONSTRAINTS, *_sources()), compiled_kernels),
         LIBRARY: (_library_name, cuda_library),
@@ -80,21 +80,21 @@ def parts() -> dict[str, tuple[Callable[[], str], Callable[[Path], dict[str, Any
 
 def _report(broken: Sequence[str]) -> int:
     travels, tree = carried.size(), tree_size()
-    room = LIMIT - travels - tree
+    spare = LIMIT - travels - tree
     print(
         f"{FOLDER.name}/ {_mib(travels)} and the tree {_mib(tree)}: {_mib(travels + tree)} of {_mib(LIMIT)} that may "
-        f"travel, {'' if room >= 0 else 'TOO MUCH, '}{_mib(abs(room))} {'left' if room >= 0 else 'over'}"
+        f"be sent, {'' if spare >= 0 else 'TOO MUCH, '}{_mib(abs(spare))} {'left' if spare >= 0 else 'over'}"
     )
     if broken:
         print(f"not made: {', '.join(broken)}")
-    return int(bool(broken) or room < 0)
+    return int(bool(broken) or spare < 0)
 
 
 # ---- the parts
 
 
 def compiled_kernels(path: Path) -> dict[str, Any]:
-    """Compile in one process per core, then pack the kernels that were asked for."""
+    """Compile in one process per core, then pack the kernels that were used."""
     cores, cache = len(os.sched_getaffinity(0)), CACHE / "triton"
     cache.mkdir(parents=True, exist_ok=True)
     kept_peers = CACHE / "peers"
@@ -107,7 +107,7 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
             paths = os.pathsep.join([str(ROOT), str(ROOT / "src")])
             started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
         if any(process.wait() for process in started):
-            raise RuntimeError("a process that compiles did not come to a good end")
+            raise RuntimeError("a process that compiles kernels failed")
         said = [json.loads(file.read_text()) for file in Path(lists).glob("*.json")]
     folders = {folder for one in said for folder in one["folders"]}
     failed = {name: why for one in said for name, why in one["failed"].items()}
@@ -120,14 +120,14 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
 
 
 def pack_kernels(path: Path, cache: Path, folders: Iterable[str]) -> None:
-    """Pack folders of Triton's cache; similar files stand side by side, which packs best."""
+    """Pack folders of Triton's cache. Similar files are adjacent, which compresses best."""
     files = [file for folder in folders for file in (cache / folder).iterdir() if file.suffix in KEPT]
     files.sort(key=lambda file: (file.suffix, file.name, file.parent.name))
     _pack(path, ((file, f"{file.parent.name}/{file.name}") for file in files))
 
 
 def python() -> Path:
-    """The Python of an environment with that machine's versions, which is made if it is missing."""
+    """The Python of an environment with the device machine's versions. It is made if it is missing."""
     subprocess.run(["make", "--no-print-directory", ".venv-device/all"], cwd=ROOT, check=True)
     return PYTHON
 
@@ -158,7 +158,7 @@ def _sources_of_peers() -> Any:
 
 
 def _fetch_peers(folder: Path) -> None:
-    """The peers' files in a folder, unless they are there."""
+    """Fetch the peers' files into a folder, unless they are already there."""
     mark, wanted = folder / "digest", _digest(repr(_sources_of_peers()))
     if mark.is_file() and mark.read_text() == wanted:
         return
@@ -176,7 +176,7 @@ def peers(path: Path) -> dict[str, Any]:
 
 
 def site(path: Path) -> dict[str, Any]:
-    """Wheels without binaries, unpacked."""
+    """Pack the unpacked wheels of packages without binaries."""
     with tempfile.TemporaryDirectory() as folder:
         pinned = [f"{name}=={_pins()[name]}" for name in LACKING]
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -194,7 +194,7 @@ def site(path: Path) -> dict[str, Any]:
 
 
 def _pack(path: Path, files: Iterable[tuple[Path, str]]) -> None:
-    """A tar.xz of files under their new names, the same bytes for the same files."""
+    """Write a tar.xz of files under their new names. Equal files give equal bytes."""
     unfinished = path.with_name(f"{path.name}.part")
     with lzma.open(unfinished, "wb", preset=6) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
         for file, name in files:
@@ -206,14 +206,14 @@ def _pack(path: Path, files: Iterable[tuple[Path, str]]) -> None:
 
 
 def tree_size() -> int:
-    """Bytes of the tree; 0 where git cannot say."""
+    """The bytes of the tree, or 0 if git cannot list it."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return sum(path.lstat().st_size for path in tree())
     return 0
 
 
 def tree() -> Iterator[Path]:
-    """The files that git knows or does not ignore."""
+    """The files that git tracks or does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in done.stdout.split("\0"):

@@ -1,16 +1,16 @@
-"""Turn records of calls on devices into what readers see.
+"""Turn the records of calls on devices into tables and files.
 
     python -m benchmarks.device.publish [RECORD ...] [--check]
 
-Each RECORD is kept as benchmarks/results/<date>_<device>.jsonl, one file per device. From all kept records the command
-regenerates the rows for devices in docs/status.md, the table of times in README.md, and
-kernels_cuda/proven/<operation>.json, by which CUDA kernels become the default on a device. With --check nothing is
-written, and the exit status is 1 if any of them would change.
+Each RECORD is stored as benchmarks/results/<date>_<device>.jsonl, one file per device. From all stored records the
+command regenerates the rows for devices in docs/status.md, the table of times in README.md, and
+kernels_cuda/proven/<operation>.json, which makes CUDA kernels the default on a device. With --check nothing is written,
+and the exit status is 1 if any of these files would change.
 
-For each item its last result counts. A kind of call (operation, heads, widths, format, sizes: the key that the
-operation's module gives it) is proven for a device and a front end if, with the same sources, every corner of the
-shipped suite passed on the CUDA kernels or was declined, and the CUDA kernel was faster than Triton's in each timed
-case.
+Only the last result of each item counts. A kind of call is the key that the operation's module gives it: operation,
+heads, widths, format and sizes. It is proven for a device and a front end if two conditions hold. With the same
+sources, every corner of the shipped suite passed on the CUDA kernels or was declined. And the CUDA kernel was faster
+than Triton's in each timed case.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- devices: written by `python -m benchmarks.device.publish` -->\n", "<!-- end of devices -->\n"
 NOTHING = "**Nothing has been run on GPU or TPU hardware yet.**"
 NEVER = "not yet verified on hardware"
-# On which kinds of devices a backend runs, each with how its devices' names begin.
+# Backend -> the kinds of devices it runs on, each with the beginning of the devices' names.
 KINDS = {
     "triton": {"NVIDIA": "NVIDIA", "AMD": "AMD"},
     "cuda": {"NVIDIA Hopper": "NVIDIA"},
@@ -52,7 +52,7 @@ COLUMNS = ("FlashMLA", "FA3", "vLLM's Triton", "cuDNN", "SDPA")
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """How the checks ended that ran an operation on a backend, from a front end, on a device."""
+    """The results of the checks that ran an operation on a backend, from a front end, on a device."""
 
     device: str
     framework: str
@@ -71,12 +71,12 @@ class Ran:
 
 
 def records(folder: Path) -> list[Record]:
-    """The kept records, the oldest first."""
+    """The stored records, the oldest first."""
     return [Record(path, list(read(path))) for path in sorted(folder.glob("*.jsonl"))]
 
 
 def by_device(path: Path) -> dict[str, Record]:
-    """A record's lines apart by the devices that they are from: calls may have had different ones."""
+    """The lines of a record, grouped by device, since calls may have had different devices."""
     lines: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for line in read(path):
         lines[line.get("device", "")].append(line)
@@ -92,7 +92,7 @@ def date(line: dict[str, Any]) -> str:
 
 
 def suites(record: Record) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Framework, backend, check and line of each item of the suite."""
+    """Yield the framework, backend, check and line of each item of the suite."""
     for (phase, item), line in record.items().items():
         framework, _, rest = phase.partition(" ")
         backend, _, more = rest.partition(" ")
@@ -101,14 +101,14 @@ def suites(record: Record) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 
 
 def subject(check: str) -> str:
-    """What a check is about, as its name begins."""
+    """The subject of a check, with which its name begins."""
     return check.partition(",")[0]
 
 
 def ran(record: Record) -> dict[tuple[str, str], list[Ran]]:
-    """By operation and backend what a record shows.
+    """What a record shows, by operation and backend.
 
-    A check that fails counts for the operations that it ran elsewhere, or else for those that checks like it ran.
+    A failed check counts for the operations that it ran elsewhere, or else for those of similar checks.
     """
     about: dict[str, set[str]] = collections.defaultdict(set)
     for _, _, check, line in suites(record):
@@ -136,7 +136,7 @@ def ran(record: Record) -> dict[tuple[str, str], list[Ran]]:
 
 
 def offered(operation: str) -> Iterator[str]:
-    """The backends that have an operation and run on devices."""
+    """The backends that implement an operation and run on devices."""
     for backend in KINDS:
         package = dispatch.PACKAGES[backend]
         if importlib.util.find_spec(f"{package}.{operation}"):
@@ -189,7 +189,7 @@ def times(kept: Sequence[Record]) -> str:
 
 
 def _row(case: str, rows: Iterable[dict[str, Any]]) -> str:
-    """Ours is the faster one of those that a call would get by default or by name."""
+    """A table row of a case. "Ours" is the faster of the CUDA and the Triton kernel."""
     timed = {row["who"]: row for row in rows if row.get("seconds")}
     ours = min((timed[who] for who in ("cuda", "triton") if who in timed), key=lambda row: row["seconds"], default=None)
     if ours is None:
@@ -207,7 +207,7 @@ def _row(case: str, rows: Iterable[dict[str, Any]]) -> str:
 
 
 def proven(kept: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By operation, device and key: the times of the slowest case beside Triton's, and the proven front ends."""
+    """By operation, device and key: the times of the case with the least gain over Triton, and the front ends."""
     found: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for record in kept:
         frameworks = [framework for framework in ("torch", "jax") if _whole(record, f"{framework} cuda")]
@@ -218,7 +218,7 @@ def proven(kept: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _whole(record: Record, phase: str) -> bool:
-    """Whether all items of a phase were run with the same sources and none failed."""
+    """Whether all items of a phase ran with the same sources and none failed."""
     counts = [line["items"] for line in record.of_kind("phase") if line["phase"] == phase]
     lines = [line for (name, item), line in record.items().items() if name == phase and item]
     results = {line["result"] for line in lines}
@@ -227,7 +227,7 @@ def _whole(record: Record, phase: str) -> bool:
 
 
 def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Operation, key and times of the kinds of calls in which the CUDA kernels won each case."""
+    """Yield the operation, key and times of the kinds of calls in which the CUDA kernels won every case."""
     cases: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for (phase, name), line in record.items().items():
         seconds = {row["who"]: row["seconds"] for row in line.get("rows", ()) if row.get("seconds")}
@@ -247,19 +247,19 @@ def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def device_slug(name: str) -> str:
-    """A device's name as part of a file's name: `"NVIDIA H200"` -> `"nvidia_h200"`."""
+    """A device's name as part of a file name: `"NVIDIA H200"` -> `"nvidia_h200"`."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
 
 
 def keep(path: Path, folder: Path) -> list[Path]:
-    """Copies of a record's lines under the names of their day and device, which must be a GPU."""
+    """Store a record's lines under the names of their day and device, which must be a GPU. Returns the files."""
     found = {name: record for name, record in by_device(path).items() if name not in ("", "CPU")}
     if not found:
         raise SystemExit(f"expected a record of a GPU in {path}, got {', '.join(by_device(path)) or 'nothing'}")
     kept = []
     for name, record in found.items():
         target = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
-        before = list(read(target))  # of another call of that day
+        before = list(read(target))  # the lines of another call on that day
         lines = before + [line for line in record.lines if line not in before]
         target.write_text("".join(json.dumps(line) + "\n" for line in lines))
         kept.append(target)
@@ -267,7 +267,7 @@ def keep(path: Path, folder: Path) -> list[Path]:
 
 
 def written(root: Path) -> dict[Path, str]:
-    """Every file that follows from the records, as it should be."""
+    """The contents that all files derived from the records should have."""
     kept = records(root / "benchmarks" / "results")
     pages = {root / "docs" / "status.md": status(kept), root / "README.md": times(kept)}
     files = {path: _between(path.read_text(), text) for path, text in pages.items()}
@@ -286,7 +286,7 @@ def _between(page: str, text: str) -> str:
 
 
 def stale(root: Path) -> list[Path]:
-    """The files that are not as they should be."""
+    """The files whose contents are not as they should be."""
     wanted = written(root)
     left_over = [path for path in (root / "kernels_cuda" / "proven").glob("*.json") if path not in wanted]
     return left_over + [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
@@ -300,10 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for path in () if options.check else options.record:
         for kept in keep(path, options.root / "benchmarks" / "results"):
-            print(f"kept as {kept.relative_to(options.root)}")
+            print(f"stored as {kept.relative_to(options.root)}")
     changed = stale(options.root)
     for path in changed:
-        print(f"{path.relative_to(options.root)}: {'is not what the records say' if options.check else 'written'}")
+        print(f"{path.relative_to(options.root)}: {'does not match the records' if options.check else 'written'}")
     if options.check:
         return int(bool(changed))
     wanted = written(options.root)

@@ -1,14 +1,14 @@
-"""The record of calls on a device: a file with one JSON object per line, appended to while a call runs.
+"""The record of calls on a device: a file with one JSON object per line, to which a call appends while it runs.
 
-A line's `kind` says what it is:
+The `kind` of a line is one of these:
 
     facts   the machine and its software, once per call
-    phase   a phase has begun: how many items it has, and which of these it was to run
-    item    what became of an item: phase, item, result, seconds, message, and what its worker adds
-    end     a phase has ended: seconds, and how many items were not reached
+    phase   a phase has begun: the number of its items, and those that it will run
+    item    an item has ended: phase, item, result, seconds, message, and fields that its worker adds
+    end     a phase has ended: seconds, and the number of items that were not reached
 
-A result is passed, declined, FAILED or "cannot run"; declined means that the backend says it does not support the item.
-If an item ran more than once, its last line counts.
+A result is passed, declined, FAILED or "cannot run". Declined means that the backend does not support the item. If an
+item ran more than once, its last line counts.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ from typing import Any
 NAME = "record.jsonl"
 PASSED, DECLINED, FAILED, CANNOT = "passed", "declined", "FAILED", "cannot run"
 DONE = (PASSED, DECLINED)
-LATE = "no end after"  # how the message begins of an item that failed because its time was up
+LATE = "no end after"  # how the message of an item begins that failed because its time was up
 Line = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a record; a line that a killed call left half written is skipped."""
+    """The lines of a record. A line that a killed call left half written is skipped."""
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             line = json.loads(text)
@@ -39,10 +39,10 @@ def read(path: Path) -> Iterator[Line]:
 
 @dataclasses.dataclass
 class Record:
-    """The lines so far, and the file that further ones are appended to.
+    """The lines so far, and the file to which more are appended.
 
-    `stamp` is added to each of these: the device and the sources among it. Items that were run before `since` count as
-    not yet run.
+    `stamp` is added to each new line: among others the device and the sources. Items that ran before `since` count as
+    not run.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Record:
 
     @classmethod
     def begun(cls, folder: Path, earlier: Iterable[Path] = ()) -> "Record":
-        """The record in a folder, with the lines that it and the records of earlier calls already have."""
+        """The record in a folder, with its own lines and those of the records of earlier calls."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
         lines = list(read(path))
@@ -76,9 +76,9 @@ class Record:
             return [line for line in self.lines if line.get("kind") == kind]
 
     def items(self) -> dict[tuple[str, str], Line]:
-        """The last line of each item, by phase and name; the name "" is of a phase that could not begin.
+        """The last line of each item, by phase and name. The name "" stands for a phase that could not begin.
 
-        An item that was run in other ways since it failed (`plan.ways`) is left out there once it has passed itself.
+        If a failed item was run in other ways (`plan.ways`), those lines are left out once the item itself has passed.
         """
         found: dict[tuple[str, str], Line] = {}
         with self._lock:
@@ -93,7 +93,7 @@ class Record:
     def turns(self, phase: str) -> dict[str, int]:
         """When items of a phase are due: 0 if they failed, 2 if they passed with other sources, 3 if they need not run.
 
-        Those that are not named were never reached on this device, and are due in between.
+        Items without an entry never ran on this device. They come after the failed ones.
         """
         found = {}
         for (name, item), line in self.items().items():
@@ -105,6 +105,6 @@ class Record:
 
 
 def way_of(phase: str) -> str:
-    """The phase whose items this one runs in another way; "" if it is a phase of its own."""
+    """The phase whose items this phase runs in another way, or "" if it is a phase of its own."""
     base, comma, _ = phase.partition(", ")
     return base if comma else ""

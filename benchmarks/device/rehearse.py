@@ -1,7 +1,7 @@
 """Rehearse both calls on a CPU as a machine with a GPU would run them: python -m benchmarks.device.rehearse.
 
-The tree is copied without git, as it travels, carried/ included; the home folder cannot be written; Python and packages
-are those of constraints-device.txt. Fails if a call breaks, if any item fails, or if a phase ran none.
+The tree is copied as it is sent: without git, with carried/. The home folder is not writable, and Python and packages
+are those of constraints-device.txt. The rehearsal fails if a call breaks, if any item fails, or if a phase ran no item.
 """
 
 import argparse
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from benchmarks.device import carried, plan, prepare, record
 
-NOWHERE = "/proc/home"  # where no folder can be made
-# These phases cannot run on a CPU, or have no items there.
+NOWHERE = "/proc/home"  # no folder can be made below it
+# Phases that cannot run on a CPU, or have no items there.
 WITHOUT = ("profile", "timed checks", plan.BENCH_ALONE)
 
 
@@ -36,7 +36,7 @@ def rehearse(python: Path, arguments: Sequence[str]) -> int:
 
 
 def copy(tree: Path) -> None:
-    """The tree as it travels."""
+    """Copy the working tree as it is sent to the device machine."""
     for path in prepare.tree():
         target = tree / path.relative_to(prepare.ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def copy(tree: Path) -> None:
 
 
 def faults(found: record.Record) -> int:
-    """Report the phases in which no item passed or was declined."""
+    """Report the phases in which no item passed or was declined. Returns 1 if there are any."""
     passed = {phase for (phase, _), line in found.items().items() if line["result"] in record.DONE}
     begun = {line["phase"] for kind in ("phase", "item") for line in found.of_kind(kind)} - {*WITHOUT}
     for phase in sorted(begun - passed):
@@ -56,7 +56,9 @@ def faults(found: record.Record) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device.rehearse", description=__doc__)
-    parser.add_argument("--python", type=Path, default=prepare.PYTHON, help="another Python than that of .venv-device")
+    parser.add_argument(
+        "--python", type=Path, default=prepare.PYTHON, help="a Python to use instead of the one in .venv-device"
+    )
     options, more = parser.parse_known_args(argv)
     return rehearse(options.python, more)
 

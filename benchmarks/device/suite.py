@@ -1,4 +1,4 @@
-"""Items: the checks of the shipped suite on each backend, from one front end; and a smoke test for each backend."""
+"""Items: the checks of the shipped suite on each backend, from one front end, and a smoke test for each backend."""
 
 import dataclasses
 import importlib
@@ -13,9 +13,9 @@ from benchmarks.device.record import CANNOT, DECLINED, PASSED
 from ragged_attention.testing import environment
 
 BACKENDS = {"torch": ("triton", "cuda", "eager"), "jax": ("triton", "cuda", "xla")}
-# The smoke test of a backend is the first of these checks that it takes.
+# The smoke test of a backend is the first of these checks that the backend supports.
 SMOKE = ("corner: attention, mixed prefill and decode", "corner: latent decode", "corner: attention")
-EXAMPLES = 2  # drawn for each check
+EXAMPLES = 2  # examples drawn for each check
 KINDS = {"corner": ("corner",), "drawn": ("agreement", "law")}
 
 
@@ -29,17 +29,18 @@ class Items:
         if WITHOUT_PDL in options:
             tiles = importlib.import_module("ragged_attention.kernels_triton._tiles")
             mock.patch.object(tiles, "overlaps", return_value=False).start()
-        if device == "cuda":  # shrinking what fails would take minutes
+        if device == "cuda":  # shrinking a failing example would take minutes
             drawing: Any = importlib.import_module("ragged_attention.testing.drawing")
             drawing.PHASES = (Phase.explicit, Phase.generate)
         self.compilations = Compilations() if device == "cuda" else None
         from ragged_attention.testing.suite import checks
 
-        self.checks = {str(check): check for check in checks() if check.kind != "memory"}  # `tools` has those
+        # `tools` runs the memory checks
+        self.checks = {str(check): check for check in checks() if check.kind != "memory"}
         self.runners: dict[str, Any] = {}
 
     def sees_a_gpu(self) -> bool:
-        """Without a GPU, jax would run every item on the CPU, and all would pass."""
+        """Whether the framework sees a GPU. Otherwise jax would run every item on the CPU, and all would pass."""
         return self.module.default_backend() == "gpu" if self.framework == "jax" else self.module.cuda.is_available()
 
     def facts(self) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class Items:
         return {"device": name, "torch": self.module.__version__}
 
     def runner(self, backend: str) -> Any:
-        """The backend as the suite calls it; on a CPU the CUDA kernels are emulated."""
+        """The suite's runner for a backend. On a CPU the CUDA kernels are emulated."""
         if backend not in self.runners:
             from ragged_attention.testing import cuda_emulator
             from ragged_attention.testing.runner import runner_for
@@ -87,12 +88,12 @@ class Items:
         return said
 
     def smoke(self, backend: str) -> dict[str, Any]:
-        """Run the first check of the smoke test that the backend takes."""
+        """Run the first check of the smoke test that the backend supports."""
         try:
             self.runner(backend)
         except RuntimeError as reason:
             return {"result": CANNOT, "message": str(reason)}
-        said: dict[str, Any] = {"result": CANNOT, "message": "takes none of the batches that stand for all"}
+        said: dict[str, Any] = {"result": CANNOT, "message": "declines all batches of the smoke test"}
         for name in self._telling():
             said = self.judged(backend, name)
             if said["result"] != DECLINED:
@@ -114,7 +115,7 @@ class Items:
 
 @dataclasses.dataclass
 class Compilations:
-    """How many kernels Triton compiled here, and how many it found compiled in its cache."""
+    """The number of kernels that Triton compiled in this process, and of those that it found in its cache."""
 
     compiled: int = 0
     found: int = 0

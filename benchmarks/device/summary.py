@@ -1,4 +1,4 @@
-"""What a person reads at the end of a call: at most sixty lines, the worst first."""
+"""The summary at the end of a call: at most sixty lines, the worst first."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ from benchmarks.device.record import CANNOT, DECLINED, FAILED, LATE, PASSED, Lin
 LINES, WIDTH = 60, 200
 OURS = ("cuda", "triton", "eager")
 MOST_GROUPS, MOST_CASES = 22, 14
-# How bad a failure is, by what its message contains; the worst first: a dead process is worse than a wrong number.
+# How bad a failure is, by a part of its message. The worst comes first: a dead process is worse than a wrong number.
 SEVERITY = (
     ("the process ended", "crashed"),
     (LATE, "hung"),
@@ -30,14 +30,14 @@ def severity(message: str) -> tuple[int, str]:
 
 
 def kind_of(message: str) -> str:
-    """What failures of one kind have in common: the message's most telling line, without its numbers."""
+    """The line that failures of one kind have in common: the most telling line of the message, without its numbers."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = lines[0]
-    if severity(message)[1] == "hung":  # the limit that was left says nothing
+    if severity(message)[1] == "hung":  # the message's time limit is of no interest
         first = "no end"
     if first.startswith("exit status") or first.endswith("Traceback (most recent call last):"):
         first += f": {lines[-1]}"
-    elif severity(message)[1] in ("crashed", "hung"):  # the last frame of ours says more
+    elif severity(message)[1] in ("crashed", "hung"):  # our last frame tells more
         frames = [line for line in lines if "File " in line and "ragged_attention" in line]
         first += f" {frames[0]}" if frames else f" {lines[-1]}" if len(lines) > 1 else ""
     return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", first)[:150]
@@ -52,7 +52,7 @@ def lines(record: Record, call: str) -> list[str]:
 
 
 def verdict(record: Record) -> str:
-    """The verdict of the first minute: which backend works, from which front end."""
+    """The verdict after the first minute: which backends work, from which front end."""
     asked = [(line["phase"], item) for line in record.of_kind("phase") for item in line["todo"]]
     items, said = record.items(), {}
     for phase, item in [*asked, *items]:
@@ -88,7 +88,7 @@ def _cannot(items: dict[tuple[str, str], Line]) -> Iterator[str]:
 
 
 def of_phase(record: Record, phase: str) -> str:
-    """The line of a phase."""
+    """The summary line of a phase."""
     found = [line for line in _counts(record, record.items()) if line.startswith(f"{phase}: ")]
     cannot = [line for line in _cannot(record.items()) if line.startswith(f"CANNOT RUN: {phase}")]
     return (found or cannot or [f"{phase}: nothing to run"])[0][:WIDTH]
@@ -112,13 +112,13 @@ def _counts(record: Record, items: dict[tuple[str, str], Line]) -> Iterator[str]
 
 
 def rows(items: dict[tuple[str, str], Line]) -> Iterator[dict[str, Any]]:
-    """Everything that was timed."""
+    """All timed rows."""
     for line in items.values():
         yield from line.get("rows", ())
 
 
 def _cases(items: dict[tuple[str, str], Line]) -> Iterator[str]:
-    """The timed cases; those in which ours lose most come first."""
+    """The timed cases. Those in which ours lose most come first."""
     cases: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows(items):
         cases[row["case"]].append(row)

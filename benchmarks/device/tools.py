@@ -1,6 +1,6 @@
-"""Items that run external tools: NVIDIA's checkers and profiler, FlashMLA's cases, the cost of a call to the host.
+"""Items that run external tools: NVIDIA's checkers and profiler, FlashMLA's cases, the host's cost of a call.
 
-Each item is a command. A process of this module starts it and reads what it prints, and never touches the device.
+Each item is a command. A process of this module starts it and reads its output, but never touches the device.
 """
 
 import csv
@@ -18,12 +18,12 @@ from benchmarks.device.plan import program
 from benchmarks.device.pool import ROOT, environment
 from benchmarks.device.record import CANNOT, FAILED, LATE, PASSED
 
-FOUND = 9  # the exit status by which a checker says that it found something
-LAST = 1200  # characters of what a command printed
-SPARE = 3.0  # seconds of an item's limit that are left for ending a late command and reading its output
+FOUND = 9  # exit status of a checker that has found something
+LAST = 1200  # characters of a command's output that are kept
+SPARE = 3.0  # seconds of an item's limit that are kept for ending a late command and reading its output
 CHECKERS = ("memcheck", "racecheck", "synccheck")
 PROFILED = "dram__bytes.sum.per_second,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed"
-MOST_LAUNCHES = 4  # of one call that are profiled
+MOST_LAUNCHES = 4  # launches of one call that are profiled
 
 
 class Items:
@@ -57,23 +57,24 @@ class Items:
         return runs.get(what, self.watched)(name)
 
     def watched(self, name: str) -> dict[str, Any]:
-        """Small calls, with any numbers in their index arrays, under one of the checkers."""
+        """Run small calls with arbitrary numbers in their index arrays under one of the checkers."""
         checker, backend = name.split()
         command = [sys.executable, "-c", self.checked[backend]]
         if self.device == "cuda":
             tool = program("compute-sanitizer")
             if tool is None:
-                return {"result": CANNOT, "message": "compute-sanitizer is not here"}
+                return {"result": CANNOT, "message": "compute-sanitizer is not installed"}
             options = ["--error-exitcode", str(FOUND), "--report-api-errors", "no"]
             command = [tool, "--tool", checker, *(options if checker == "memcheck" else options[:2]), *command]
-        # torch keeps freed memory, so a stray access could land in what it holds; without that each array stands alone.
-        return self.said(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        # torch's allocator keeps freed memory, where a stray access could land unseen. Without it each array stands
+        # alone.
+        return self.run_command(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def profiled(self, name: str) -> dict[str, Any]:
-        """What the profiler counts of the kernels of one call; the clocks are left as they are."""
+        """Profile the kernels of one call. The clocks are left as they are."""
         tool = program("ncu")
         if tool is None:
-            return {"result": CANNOT, "message": "ncu is not here"}
+            return {"result": CANNOT, "message": "ncu is not installed"}
         backend, case = name.split()
         code = f"from benchmarks.device.bench import call; call({case!r}, {backend!r})"
         command = [
@@ -82,26 +83,26 @@ class Items:
         ]  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "metrics.csv")
-            found = self.said([*command[:1], "--log-file", str(file), *command[1:]])
+            found = self.run_command([*command[:1], "--log-file", str(file), *command[1:]])
             return found | {"metrics": metrics(file.read_text() if file.is_file() else "")}
 
     def host(self, name: str) -> dict[str, Any]:
-        """What a call costs the host, on small cases."""
+        """Measure the host's cost of a call, on small cases."""
         del name
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "overhead.json")
-            found = self.said(module(self.device, "benchmarks.overhead", "--json", str(file)))
+            found = self.run_command(module(self.device, "benchmarks.overhead", "--json", str(file)))
             return found | {"calls": json.loads(file.read_text()) if file.is_file() else []}
 
     def flash_mla(self, name: str) -> dict[str, Any]:
-        """A subset of FlashMLA's own cases that covers all pairs of parameters, on the CUDA kernels."""
+        """Run a subset of FlashMLA's own cases that covers all pairs of parameters, on the CUDA kernels."""
         del name
         few = ["--list", "e0", "--heads", "2", "--max-tokens", "60", "--limit", "3"]
         arguments = ["--backend", "cuda", "--device", self.device, *(few if self.device == "cpu" else ["--covering"])]
-        return self.said(module(self.device, "benchmarks.flash_mla_matrix", *arguments), COLUMNS="160")
+        return self.run_command(module(self.device, "benchmarks.flash_mla_matrix", *arguments), COLUMNS="160")
 
-    def said(self, command: Sequence[str], **more: str) -> dict[str, Any]:
-        """Run a command within the item's limit; its outcome, and the end of its output."""
+    def run_command(self, command: Sequence[str], **more: str) -> dict[str, Any]:
+        """Run a command within the item's limit. Returns its outcome, with the end of its output as message."""
         with tempfile.TemporaryFile() as printed:
             running = subprocess.Popen(
                 command, cwd=ROOT, env=environment(more), stdin=subprocess.DEVNULL, stdout=printed,
@@ -120,11 +121,11 @@ class Items:
         return {"result": FAILED, "message": f"{ended}\n{text}"}
 
     def settle(self) -> None:
-        """Nothing is left to wait for: the command has ended."""
+        """Do nothing, since the command has ended."""
 
 
 def module(device: str, name: str, *arguments: str) -> list[str]:
-    """A command that runs a module, which then finds what was carried."""
+    """A command that runs a module with access to the carried parts."""
     code = (
         "import runpy, sys\nfrom benchmarks.device import carried\n"
         f"carried.use({device!r})\nsys.argv = {[name, *arguments]!r}\nrunpy.run_module({name!r}, run_name='__main__')"
@@ -133,14 +134,14 @@ def module(device: str, name: str, *arguments: str) -> list[str]:
 
 
 def metrics(text: str) -> list[dict[str, str]]:
-    """The rows of the profiler's CSV, one for each kernel and metric, without its messages."""
+    """The rows of the profiler's CSV output, one per kernel and metric, without the profiler's messages."""
     table = [line for line in text.splitlines() if line.startswith('"')]
     wanted = ("Kernel Name", "Metric Name", "Metric Unit", "Metric Value")
     return [{name: row.get(name, "") for name in wanted} for row in csv.DictReader(table)]
 
 
 def watched_code(device: str, call: str) -> str:
-    """A program of one call, which finds what was carried."""
+    """A program of one call, with access to the carried parts."""
     return (
         "from ragged_attention.testing import environment\n"
         f"environment.prepare({device!r})\n"

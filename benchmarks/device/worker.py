@@ -1,13 +1,13 @@
 """A process that runs items for `pool`: python -m benchmarks.device.worker MODULE DEVICE [ARGUMENT ...]
 
-It answers each line of standard input with one on standard output, both JSON. MODULE has a class `Items`:
+It answers each line of standard input with a line on standard output. Both are JSON. MODULE has a class `Items`:
 
     Items(device, *arguments)    device is "cuda" or "cpu"; an exception says why nothing can run here
-    facts() -> dict              what is told about the process when it is ready
+    facts() -> dict              facts about the process, reported when it is ready
     names(what) -> list[str]     the items; an exception says why there are none
-    run(what, name) -> dict      result, message, and whatever the record should have; an exception is a failure
+    run(what, name) -> dict      result, message, and further fields of the record; an exception is a failure
     settle()                     waits for the device, so that an error of an item shows with that item
-    limit                        seconds that the item may take, set before each
+    limit                        seconds that the next item may take; set before each item
 """
 
 import ctypes
@@ -24,11 +24,12 @@ from typing import IO, Any
 from benchmarks.device import carried
 from benchmarks.device.record import FAILED
 
-# It asks where the process hangs, which answers on standard error. LLVM (Triton, XLA) handles SIGUSR1 and SIGUSR2.
+# This signal asks where the process hangs. The answer goes to standard error. LLVM (Triton, XLA) handles SIGUSR1 and
+# SIGUSR2.
 DUMP = signal.SIGVTALRM
-DUMPS = "(most recent call first)"  # in the first line of each thread that faulthandler lists
-LONGEST = 1500  # characters of a message
-# After one of these errors a process's further results mean nothing, or it holds memory that others need.
+DUMPS = "(most recent call first)"  # part of the first line of each thread in faulthandler's output
+LONGEST = 1500  # most characters of a message
+# After one of these errors, later results of the process mean nothing, or it holds memory that others need.
 POISON = (
     "CUDA error", "CUDA_ERROR", "cudaError", "illegal memory access", "misaligned address", "illegal instruction",
     "unspecified launch failure", "device-side assert", "CUBLAS_STATUS", "CUDNN_STATUS", "out of memory",
@@ -37,12 +38,12 @@ POISON = (
 
 
 def is_poison(message: str) -> bool:
-    """Whether a message says that this process should run nothing else."""
+    """Whether a message means that this process must not run anything else."""
     return any(word in message for word in POISON)
 
 
 def answered(items: Any, request: dict[str, Any]) -> dict[str, Any]:
-    """What becomes of a request."""
+    """The answer to a request."""
     began = time.perf_counter()
     try:
         if "list" in request:
@@ -56,7 +57,7 @@ def answered(items: Any, request: dict[str, Any]) -> dict[str, Any]:
     message = str(said.get("message", ""))
     try:
         items.settle()
-    except Exception as error:  # what the item did to the device shows only now
+    except Exception as error:  # errors on the device that the item caused appear only here
         said["result"], message = FAILED, f"{type(error).__name__}: {error}\n{message}"
     if said["result"] == FAILED and is_poison(message):
         said["poisoned"] = True
@@ -80,7 +81,7 @@ def serve(module: str, device: str, arguments: Sequence[str], requests: IO[str],
         say(said)
         if said.get("poisoned"):
             answers.close()
-            os._exit(3)  # an ordinary end would wait for a device that answers no more
+            os._exit(3)  # a normal exit would wait for a device that may not answer any more
 
 
 def main() -> None:
@@ -89,7 +90,7 @@ def main() -> None:
     faulthandler.register(DUMP)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no worker outlives the call that started it
-    # Whatever libraries print must not get among the answers.
+    # Output of libraries must not mix with the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     serve(module, device, arguments, sys.stdin, answers)

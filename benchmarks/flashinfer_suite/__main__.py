@@ -9,12 +9,12 @@ from benchmarks.flashinfer_suite import cases, definitions, substitute
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if nothing failed, and 1 otherwise."""
+    """Return 0 if nothing failed, and 1 otherwise."""
     parser = argparse.ArgumentParser(prog="benchmarks.flashinfer_suite", description=__doc__)
     parser.add_argument("--checkout", type=Path, required=True, help="a folder with FlashInfer's tests and definitions")
-    parser.add_argument("--only", default="", help="a part of the names of definitions and files")
-    parser.add_argument("--cases", type=int, default=12, help="cases of each test")
-    parser.add_argument("--largest", type=float, default=1e7, help="the largest product of a case's sizes")
+    parser.add_argument("--only", default="", help="only definitions and files whose name contains this")
+    parser.add_argument("--cases", type=int, default=12, help="the maximum number of cases per test")
+    parser.add_argument("--largest", type=float, default=1e7, help="the maximum product of a case's sizes")
     options = parser.parse_args(argv)
     substitute.install(options.checkout.resolve())
     outcomes = definitions.judge(options.only)

@@ -1,4 +1,4 @@
-"""FlashInfer's pytest cases that are run."""
+"""The sample of FlashInfer's pytest cases."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ MSA_FILES = (
 SIZES = ("batch_size", "num_qo_heads", "num_heads", "head_dim", "qo_len", "kv_len", "kv_len_2", "shared_kv_len",
          "unique_kv_len", "vocab_size", "seq_len", "num_rows", "max_len", "nnz_kv")  # fmt: skip
 
-# Tests that say nothing about results: they start processes with FlashInfer itself, or hold it to its own limits.
+# Tests without information about our results: they start processes with FlashInfer itself, or check its own limits.
 LEFT_OUT = {
     "test_single_decode_torch_compile_cuda_graph": "a process of FlashInfer's, for CUDA graphs",
     "test_single_prefill_torch_compile_cuda_graph": "a process of FlashInfer's, for CUDA graphs",
@@ -67,7 +67,7 @@ LEFT_OUT = {
 
 
 def run(checkout: Path, only: str, cases: int, largest: float) -> Sample:
-    """Run the sample of the files whose names contain `only`."""
+    """Run the sample of cases in the files whose names contain `only`."""
     sample = Sample(cases, largest, SIZES, left_out=LEFT_OUT)
     sample.run(checkout, [file for file in FILES if only in file])
     with as_sm12x():

@@ -1,4 +1,7 @@
-"""FlashInfer's trace definitions: inputs from `init`, and our results held to those of `reference` by `check`."""
+"""FlashInfer's trace definitions:
+
+`init` makes the inputs, and `check` compares our results with those of `reference`.
+"""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -11,11 +14,14 @@ from ragged_attention.compat.flashinfer._tables import block_table
 from ragged_attention.torch import norm_rope_write
 
 WORKSPACE = torch.empty(16, dtype=torch.uint8)
-Outputs = tuple[Any, Any]  # ours and the reference's
+Outputs = tuple[Any, Any]  # our results, the reference's results
 
 
 def planned(wrapper: Any, inputs: Mapping[str, Any], names: tuple[str, ...], reference: Callable[..., Any]) -> Outputs:
-    """Plan and run a wrapper; the reference gets the named tables of the plan between tensors and scale."""
+    """Plan and run a wrapper of ours, and run the reference.
+
+    The reference gets the named tables of the plan, between the tensors and the scale.
+    """
     plan, run = inputs["plan"], dict(inputs["run"])
     each = wrapper(WORKSPACE)
     each.plan(**plan)
@@ -26,9 +32,10 @@ def planned(wrapper: Any, inputs: Mapping[str, Any], names: tuple[str, ...], ref
 
 
 def called(name: str) -> Callable[..., Outputs]:
-    """A function of ours by name, and the reference, with the same arguments.
+    """A function that calls our function `name` and the reference with the same arguments.
 
-    They are in float16: the bounds of the checks for single requests are below a unit of bfloat16.
+    The arguments are float16, since the bounds of the checks for single requests are smaller than the rounding of
+    bfloat16.
     """
 
     def compare(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
@@ -39,7 +46,7 @@ def called(name: str) -> Callable[..., Outputs]:
 
 
 def written(name: str, *outputs: str) -> Callable[..., Outputs]:
-    """A function that writes arguments in place, on arguments of its own."""
+    """A function that compares functions which write arguments in place. Each side gets its own copies."""
 
     def compare(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
         copies = {key: copied(value) for key, value in inputs.items()}
@@ -54,14 +61,14 @@ def written(name: str, *outputs: str) -> Callable[..., Outputs]:
 
 
 def chosen(name: str) -> Callable[..., Outputs]:
-    """A selection, in ascending order, since neither side promises another."""
+    """A function that compares selections in ascending order, since neither side promises an order."""
     return lambda inputs, reference: (
         getattr(ours, name)(**inputs).sort(1)[0], reference(**inputs).sort(1)[0],
     )  # fmt: skip
 
 
 def rotated(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
-    """Queries, and keys read back from the pages, of both ways to pair columns."""
+    """Rotated queries, and keys read back from the pages, for both ways to pair columns."""
     got, want = [], []
     head, count = inputs["head_size"], len(inputs["positions"])
     q, k = (inputs[name].unflatten(-1, (-1, head)) for name in ("query", "key"))
@@ -77,7 +84,7 @@ def rotated(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs
 
 
 def rotated_into_pages(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
-    """Pages of 8 bits. Ours rotates the first columns of a head, FlashInfer the last ones, so keys are put in order."""
+    """Rotated keys and values, written to 8-bit pages."""
     copies = {key: copied(value) for key, value in inputs.items()}
     reference(**copies)
     q, k = (torch.cat((inputs[f"{name}_rope"], inputs[f"{name}_nope"]), -1) for name in "qk")
@@ -94,7 +101,7 @@ def rotated_into_pages(inputs: Mapping[str, Any], reference: Callable[..., Any])
 
 
 def of_msa(name: str) -> Callable[..., Outputs]:
-    """A function of MSA, and the reference, with the same arguments."""
+    """A function that calls our MSA function `name` and the reference with the same arguments."""
     return lambda inputs, reference: (getattr(ours.msa_ops, name)(**inputs), reference(**inputs))
 
 
@@ -114,7 +121,7 @@ def by_plan(wrapper: Any, *names: str) -> Callable[..., Outputs]:
 
 HEADS = dict(num_qo_heads=8, num_kv_heads=2, head_dim=64)
 LATENTS = dict(num_qo_heads=4, page_size=16, num_pages_per_seq=2)
-# The module and name of a definition, the sizes for its `init`, and how both sides are called.
+# (module of a definition, its name, the sizes for its `init`, the function that compares both sides).
 DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...] = (
     ("attention", "gqa_paged_decode_trace", {"batch_size": 5, "num_pages_per_seq": 3, **HEADS},
      by_plan(ours.BatchDecodeWithPagedKVCacheWrapper, "indptr", "indices")),
@@ -156,7 +163,7 @@ def judge(only: str) -> dict[str, str]:
         if only not in name:
             continue
         definition = getattr(importlib.import_module(f"flashinfer.trace.templates.{module}"), name, None)
-        outcome = "absent"  # from this version of FlashInfer
+        outcome = "absent"  # this version of FlashInfer has no such definition
         if definition is not None:
             got, want = compare(definition.init(**sizes, device="cpu"), definition.reference)
             check = definition.check or trace.default_check

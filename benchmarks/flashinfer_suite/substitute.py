@@ -1,4 +1,4 @@
-"""`flashinfer` for programs of this process: ours, the definitions of a checkout, and stand-ins for everything else."""
+"""The package `flashinfer` for this process: our functions, a checkout's definitions, and stubs for the rest."""
 
 import contextlib
 import importlib
@@ -17,14 +17,14 @@ from benchmarks.foreign_tests import without_cuda
 from ragged_attention.errors import Unsupported
 
 OURS = "ragged_attention.compat.flashinfer"
-CAPABILITY = (9, 0)  # what tests ask before they choose cases: an H100, for which few are left out
-TOLD = {"is_sm12x": False}  # whether tests are told of a device for MSA
-# Modules that only compile kernels: a call does nothing.
+CAPABILITY = (9, 0)  # the compute capability that tests are told: an H100, for which few cases are left out
+REPORTED = {"is_sm12x": False}  # whether tests are told that there is a device for MSA
+# Modules that only compile kernels. Their calls do nothing.
 COMPILING = ("flashinfer.jit", "tests.test_helpers.jit_utils")
 
 
 class Absent:
-    """A name that `compat.flashinfer` does not have; using it raises `Unsupported` with that name."""
+    """A name that `compat.flashinfer` does not have. Calling it raises `Unsupported` with that name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -34,7 +34,7 @@ class Absent:
             return []
         raise Unsupported(f"compat.flashinfer has no {self.name.partition('.')[2]}")
 
-    def __or__(self, other: Any) -> "Absent":  # in annotations
+    def __or__(self, other: Any) -> "Absent":  # for annotations
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class Absent:
 
 
 class Stub(types.ModuleType):
-    """A module of the package of which we have nothing, or some names."""
+    """A module of the package of which we have nothing, or only some names."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -57,7 +57,7 @@ class Stub(types.ModuleType):
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports of modules of `flashinfer` that nothing else finds."""
+    """An importer that makes stubs of the modules of `flashinfer` which nothing else finds."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if (
@@ -76,24 +76,24 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.determine_attention_backend = lambda *args, **kwargs: "fa2"
             module.get_device_sm_count = lambda device: 108
             module.is_sm90a_supported = lambda device: True
-            module.is_sm12x_supported = lambda device: TOLD["is_sm12x"]
+            module.is_sm12x_supported = lambda device: REPORTED["is_sm12x"]
             for family in ("100a", "100f", "110a", "120a", "121a"):
                 setattr(module, f"is_sm{family}_supported", lambda device: False)
 
 
 @contextlib.contextmanager
 def as_sm12x() -> Iterator[None]:
-    """Tell tests that run meanwhile that there is such a device, since MSA's ask for one."""
+    """A context in which tests are told that there is a device for MSA, which MSA's tests require."""
     before = torch.cuda.is_available
-    TOLD["is_sm12x"], torch.cuda.is_available = True, lambda: True
+    REPORTED["is_sm12x"], torch.cuda.is_available = True, lambda: True
     try:
         yield
     finally:
-        TOLD["is_sm12x"], torch.cuda.is_available = False, before
+        REPORTED["is_sm12x"], torch.cuda.is_available = False, before
 
 
 def install(checkout: Path) -> None:
-    """Let `import flashinfer` find ours, its definitions in the checkout, and `tests` that of the checkout."""
+    """Let `import flashinfer` find our functions with the checkout's definitions, and `import tests` its tests."""
     ours: Any = importlib.import_module(OURS)
     package: Any = Stub("flashinfer")
     for name in ours.__all__:

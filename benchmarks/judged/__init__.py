@@ -1,4 +1,4 @@
-"""Recipes that judge kernels of other projects: a function around each, with the names and layouts of ours.
+"""Recipes that test kernels of other projects: for each, a function with our names and layouts that calls the kernel.
 
 python -m benchmarks.judged                 # all recipes whose packages are installed
 python -m benchmarks.judged sdpa flex       # some
@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What the operations define and most kernels leave open.
+# Requirements of the operations that most kernels do not meet.
 OPEN = ("invalid indices", "padding", "empty batches")
 FILLED = (*OPEN, "empty sequences")
 FLOATS = ("float32", "float16", "bfloat16")
@@ -18,9 +18,9 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A function around a kernel, and what `judge` is told of it."""
+    """A function that calls a kernel, and the arguments of `judge` for it."""
 
-    package: str  # as it is imported
+    package: str  # the package's import name
     kernel: Callable[..., Any]
     operation: str
     limits: Mapping[str, Any]
@@ -31,16 +31,16 @@ class Recipe:
 
     @property
     def version(self) -> str:
-        """The names and versions of the distributions that the package comes with."""
+        """The names and versions of the distributions that contain the package."""
         names = importlib.metadata.packages_distributions()[self.package]
         return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in sorted(set(names)))
 
 
 def pages_of(kv_pages: Any) -> tuple[Any, Any]:
-    """The pages of K and those of V, each [P, page_size, K, D], of either form of `kv_pages`."""
+    """The pages of K and of V, each [P, page_size, K, D], from either form of `kv_pages`."""
     return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
 
 
 def not_causal(operation: str, call: Any) -> bool:
-    """What a recipe declines whose kernel has a causal mask only."""
+    """Whether a call is declined because the kernel only has a causal mask."""
     return not call.causal

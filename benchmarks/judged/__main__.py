@@ -1,4 +1,4 @@
-"""Judge kernels of other projects and print the reports."""
+"""Test kernels of other projects with our suite and print the reports."""
 
 import argparse
 import sys
@@ -9,14 +9,16 @@ from ragged_attention.testing import environment, judge
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if all that ran passed, and 1 otherwise."""
+    """Return 0 if all recipes that ran passed, and 1 otherwise."""
     modules = (of_torch, of_jax, of_cpus, of_triton, of_flashinfer, of_ejkernel)
     recipes = {name: recipe for module in modules for name, recipe in module.RECIPES.items()}
     parser = argparse.ArgumentParser(prog="benchmarks.judged", description=__doc__)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(recipes)} (default: all)")
-    parser.add_argument("--examples", type=int, help="drawn batches for each check")
-    parser.add_argument("--only", default="", help="a part of the names of checks")
-    parser.add_argument("--non-finite", action="store_true", help="NaN and infinities where no query may see them too")
+    parser.add_argument("names", nargs="*", help=f"recipes to run: {', '.join(recipes)} (default: all)")
+    parser.add_argument("--examples", type=int, help="the number of drawn batches per check")
+    parser.add_argument("--only", default="", help="only checks whose name contains this")
+    parser.add_argument(
+        "--non-finite", action="store_true", help="also test NaN and infinities in places that no query may see"
+    )
     options = parser.parse_args(argv)
     if unknown := {*options.names} - {*recipes}:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

@@ -1,4 +1,4 @@
-"""The paged attention of vLLM and of OpenVINO on a CPU, called as `benchmarks/cpu` calls them to measure them."""
+"""vLLM's and OpenVINO's paged attention on a CPU, called in the same way as `benchmarks/cpu` calls them."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -11,14 +11,14 @@ from benchmarks.judged import FILLED, Recipe, pages_of
 
 
 def paged(
-    kernel: Callable[..., peers.Found],
+    kernel: Callable[..., peers.Contenders],
     q: torch.Tensor,
     kv_pages: Any,
     kv_lens: torch.Tensor,
     page_indices: torch.Tensor,
     cu_q_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """A kernel over pages of 32 positions, with the default scale and a causal mask."""
+    """Attention by a kernel over pages of 32 positions, with the default scale and a causal mask."""
     k, v = pages_of(kv_pages)
     inputs = {"q": q, "k": k.contiguous(), "v": v.contiguous(), "page_indices": page_indices}
     found = kernel({**inputs, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens})
@@ -28,23 +28,23 @@ def paged(
     return run()
 
 
-def vllm(inputs: dict[str, torch.Tensor]) -> peers.Found:
+def vllm(inputs: dict[str, torch.Tensor]) -> peers.Contenders:
     return peers.vllm_attention(inputs, 32)
 
 
-def openvino(inputs: dict[str, torch.Tensor]) -> peers.Found:
+def openvino(inputs: dict[str, torch.Tensor]) -> peers.Contenders:
     q_lens = inputs["cu_q_lens"].diff().tolist()
     return peers.openvino_attention(inputs, list(zip(q_lens, inputs["kv_lens"].tolist(), strict=True)))
 
 
-def function(kernel: Callable[..., peers.Found]) -> Callable[..., torch.Tensor]:
-    """`paged` with a kernel, under that kernel's name."""
+def function(kernel: Callable[..., peers.Contenders]) -> Callable[..., torch.Tensor]:
+    """`paged` with a fixed kernel, under that kernel's name."""
 
     @functools.wraps(kernel)
     def run(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> torch.Tensor:
         return paged(kernel, q, kv_pages, kv_lens, page_indices, cu_q_lens)
 
-    del run.__wrapped__  # whose parameters would be taken for these
+    del run.__wrapped__  # otherwise `judge` would see the parameters of `kernel`
     return run
 
 

@@ -1,4 +1,4 @@
-"""ejKernel's versions in XLA, which it takes where it has no kernel for a device."""
+"""ejKernel's XLA implementations, which it uses if it has no kernel for a device."""
 
 import importlib
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def unified(
 def heads_first(
     q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: float | None = None
 ) -> Any:
-    """`page_attention`. Which of its two layouts the pages have, it guesses from their shape."""
+    """`page_attention`, which guesses from the pages' shape which of its two layouts they have."""
     return kernel("page_attention")(q, k_pages, v_pages, lengths, page_indices, attn_scale=sm_scale)
 
 
@@ -72,7 +72,10 @@ def paged_latents(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Any:
-    """`multi_latent_ragged_page_attention`. It writes the rows of this step first: those that are there already."""
+    """`multi_latent_ragged_page_attention`.
+
+    It first writes the rows of this step. They are equal to those already in the cache.
+    """
     import jax.numpy as jnp
 
     num_pages, page_size, _, d_qk = kv_cache.shape
@@ -103,7 +106,7 @@ def flash_latents(
     soft_cap: float | None = None,
     sinks: Any = None,
 ) -> Any:
-    """`flash_mla`, one sequence after another, with as many queries as keys. Projections of 1 keep the latents."""
+    """`flash_mla`, one sequence at a time, with queries padded to the keys. Identity projections keep the latents."""
     import jax.numpy as jnp
 
     d_qk, ones, parts = q.shape[2], jnp.eye(d_v, dtype=q.dtype)[:, None], []
@@ -120,9 +123,10 @@ def flash_latents(
 
 
 def listed(q: Any, kv: Any, indices: Any, sm_scale: float | None = None, d_v: int = 512) -> Any:
-    """`deepseek_attn`, token by token. Its indexer gets keys that are columns of 1, so that it chooses the list.
+    """`deepseek_attn`, one token at a time.
 
-    A query sees its own position there whatever is chosen, so each stands at a position of its list.
+    Its indexer gets one-hot keys, so that it chooses exactly the list. A query always sees its own position there, so
+    each query is put at a position of its list.
     """
     import jax.numpy as jnp
 
@@ -146,13 +150,13 @@ def several_kv_heads(operation: str, call: Any) -> bool:
 
 
 def doubled_entries(operation: str, call: Any) -> bool:
-    """Also lists of nothing."""
+    """Whether a list has repeated entries, or none at all."""
     lists = [row[(row >= 0) & (row < np.prod(call.kv.shape[:-1]))] for row in call.indices[:, 0]]
     return any(not len(row) or len(row) > len({*row.tolist()}) for row in lists)
 
 
 def pages_of_odd_sizes(operation: str, call: Any) -> bool:
-    """Several positions share 32 bits of the cache."""
+    """Whether the page size does not fill the 32-bit words of the cache, in which several positions share a word."""
     return call.kv_cache.shape[1] % (4 // call.kv_cache.dtype.itemsize) != 0
 
 

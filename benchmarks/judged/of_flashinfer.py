@@ -1,4 +1,4 @@
-"""References in FlashInfer's package: files that need nothing but torch, read without what FlashInfer imports."""
+"""Reference implementations in FlashInfer's package that only need torch, loaded without FlashInfer's own imports."""
 
 import functools
 import importlib
@@ -18,7 +18,7 @@ from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 
 @functools.cache
 def reference(path: str) -> Any:
-    """A file below `attention` of the package, as a module of its own."""
+    """A file in the package's folder `attention`, imported as a separate module."""
     found = importlib.util.find_spec("flashinfer")
     assert found is not None
     assert found.origin is not None
@@ -26,7 +26,7 @@ def reference(path: str) -> Any:
     if not file.exists():
         raise NotImplementedError(f"this version has no {path}")
     package = f"flashinfer_{file.parent.name.strip('_')}"
-    if package not in sys.modules:  # without what the package itself imports
+    if package not in sys.modules:  # avoids the imports of the package itself
         bare_package(package, file.parent)
     return importlib.import_module(f"{package}.{file.stem}")
 
@@ -43,7 +43,7 @@ def paged(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`paged_attention_reference`. Its lse counts sinks, which ours leaves out."""
+    """`paged_attention_reference`. Its lse includes sinks, which ours leaves out."""
     k_pages, v_pages = pages_of(kv_pages)
     result = reference("paged/reference.py").paged_attention_reference(
         q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, softmax_scale=sm_scale, causal=causal,
@@ -81,7 +81,7 @@ def listed(
     sm_scale: float | None = None,
     topk_lens: torch.Tensor | None = None,
 ) -> Any:
-    """`sparse_mla_reference`, whose lse has base 2. It reads a list in rows of 656 bytes."""
+    """`sparse_mla_reference`, over rows of 656 bytes. Its lse has base 2, and is converted."""
     (num_seqs, num_tokens, num_heads, d_qk), slots = q.shape, kv_cache.shape[0] * kv_cache.shape[1]
     lens = None if topk_lens is None else topk_lens.reshape(num_seqs, -1).expand(num_seqs, num_tokens).flatten()
     out, lse = reference("_shared/mla/reference.py").sparse_mla_reference(
@@ -106,9 +106,9 @@ def compressed(
     extra_topk_lens: torch.Tensor | None = None,
     cache_layout: str | None = None,
 ) -> Any:
-    """`compressed_sparse_mla_reference`, whose lse counts sinks, which ours leaves out.
+    """`compressed_sparse_mla_reference`. Its lse includes sinks, which ours leaves out.
 
-    A list ends at its first negative entry there, so lists of ours are sorted: what is chosen comes first.
+    There, a list ends at its first negative entry. So our lists are sorted, with the valid entries first.
     """
     packed = kv_cache.shape[3] == 584
     flat, rows = q.flatten(0, 1), q.shape[0] * q.shape[1]
@@ -148,7 +148,7 @@ def logits(
     kv_lens: torch.Tensor | None = None,
     cu_q_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`contiguous_logits_reference`, and over pages of bytes `paged_decode_logits_reference`, row by row."""
+    """`contiguous_logits_reference`, or row by row `paged_decode_logits_reference` over pages of bytes."""
     module = reference("dsa_indexer/reference.py")
     if page_indices is None:
         scale = torch.ones(len(keys)) if key_scale is None else key_scale
@@ -174,7 +174,7 @@ def scores_of_blocks(
     kv_lens: torch.Tensor,
     cu_q_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """`msa_paged_decode_block_scores_reference`, row by row. It scales products by the root of the size of a head."""
+    """`msa_paged_decode_block_scores_reference`, row by row. The query scale cancels its factor head_dim ** -0.5."""
     counts = cu_q_lens.diff()
     seq = torch.repeat_interleave(torch.arange(len(counts)), counts)
     seen = kv_lens[seq] - cu_q_lens[1:][seq] + torch.arange(len(q)) + 1
@@ -186,7 +186,7 @@ def scores_of_blocks(
 
 
 def selected_blocks(scores: torch.Tensor, top_k: int, local_blocks: int = 0) -> torch.Tensor:
-    """`msa_select_blocks_reference`, which is given positions: before the first one it forces no block."""
+    """`msa_select_blocks_reference`. It gets query positions; at the position -1 it forces no block."""
     own = torch.where(scores[:, 0].isneginf(), -1, torch.arange(scores.shape[2])).amax(1)
     position = 128 * own if local_blocks else torch.full_like(own, -1)
     return (
@@ -207,7 +207,7 @@ def another_dtype(operation: str, call: Any) -> bool:
 
 
 def other_scales(operation: str, call: Any) -> bool:
-    """But one for the queries and one for the cache, both of e4m3."""
+    """Whether there are other scales than one for the queries and one for the cache, both of e4m3."""
     scaled = call.q.dtype.itemsize == 1
     return (call.kv_scale is not None) != scaled or (scaled and np.size(call.q_scale) != 1)
 
@@ -217,18 +217,21 @@ def no_lists(operation: str, call: Any) -> bool:
 
 
 def another_format(operation: str, call: Any) -> bool:
-    """But rows of 656 bytes."""
+    """Whether rows do not have 656 bytes."""
     return call.kv_cache.shape[3] != 656
 
 
 def another_compressed_format(operation: str, call: Any) -> bool:
-    """But rows of 584 bytes in both caches, or of 528 in the first and 288 in the second, token by token."""
+    """Whether the rows have other sizes than the reference reads.
+
+    It reads 584 bytes in both caches, or 528 in the first and 288 in the second, stored token by token.
+    """
     widths = [cache.shape[3] for cache in (call.kv_cache, call.extra_kv_cache) if cache is not None]
     return widths not in ([584], [584, 584], [528], [528, 288]) or (widths[0] == 528 and call.cache_layout == "page")
 
 
 def another_cache_dtype_of_keys(operation: str, call: Any) -> bool:
-    """But e4m3 values, packed or in pages of bytes."""
+    """Whether keys are not e4m3 values, either packed or in pages of bytes."""
     return call.keys.dtype.name != ("float8_e4m3fn" if call.page_indices is None else "uint8")
 
 
@@ -241,12 +244,12 @@ def another_dtype_of_queries(operation: str, call: Any) -> bool:
 
 
 def other_forced_blocks(operation: str, call: Any) -> bool:
-    """But a query's own."""
+    """Whether other blocks than a query's own are forced."""
     return call.local_blocks > 1
 
 
 def equal_scores(operation: str, call: Any) -> bool:
-    """Of which it takes any, and infinite ones beside that of a forced block."""
+    """Whether scores are equal, so that it may select any of them, or infinite, like the score of a forced block."""
     finite = np.sort(np.where(np.isneginf(call.scores), np.nan, call.scores), axis=2)
     return bool((finite[..., 1:] == finite[..., :-1]).any() or np.isposinf(call.scores).any())
 

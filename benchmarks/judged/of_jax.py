@@ -1,4 +1,4 @@
-"""Attention of jax, and its Pallas kernel for paged decode by its own interpreter of a TPU."""
+"""jax's attention, and its Pallas kernel for paged decode in jax's TPU interpreter."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def dot_product(
     causal: bool = False,
     sliding_window: int | None = None,
 ) -> Any:
-    """`jax.nn.dot_product_attention` over the packed rows, which a mask keeps apart."""
+    """`jax.nn.dot_product_attention` over packed rows. A mask separates the sequences."""
     import jax
     import jax.numpy as jnp
 
@@ -25,10 +25,10 @@ def dot_product(
 
     of_query, of_key = numbers(cu_q_lens, len(q)), numbers(cu_kv_lens, len(k))
     shift = (cu_kv_lens[1:] - cu_q_lens[1:])[of_query]
-    apart = jnp.arange(len(k))[None] - (jnp.arange(len(q)) + shift)[:, None]
+    distance = jnp.arange(len(k))[None] - (jnp.arange(len(q)) + shift)[:, None]
     mask = of_query[:, None] == of_key[None]
-    mask = mask & (apart <= 0) if causal else mask
-    mask = mask if sliding_window is None else mask & (apart > -sliding_window)
+    mask = mask & (distance <= 0) if causal else mask
+    mask = mask if sliding_window is None else mask & (distance > -sliding_window)
     return jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask[None, None], scale=sm_scale)[0]
 
 
@@ -36,7 +36,7 @@ def pallas_paged(
     q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Any:  # fmt: skip
-    """jax's `paged_attention`, interpreted. It leaves the scale to its caller, who would round it in bfloat16."""
+    """jax's `paged_attention`, interpreted. The caller has to scale the queries; here they are scaled in float32."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     from ragged_attention.testing.tpu_interpreter import watched

@@ -10,7 +10,7 @@ from benchmarks.judged import FILLED, Recipe
 
 
 def heads_first(array: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, D] of [T, H, D]."""
+    """An array [T, H, D] as [1, H, T, D]."""
     return array.transpose(0, 1)[None]
 
 
@@ -22,7 +22,7 @@ def one_by_one(
     cu_q_lens: torch.Tensor,
     cu_kv_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """An attention of heads-first queries, keys and values, on one sequence after another."""
+    """An attention over heads-first queries, keys and values, applied to one sequence after another."""
     parts = []
     q_lens, kv_lens = cu_q_lens.diff().tolist(), cu_kv_lens.diff().tolist()
     for rows in zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True):
@@ -31,7 +31,7 @@ def one_by_one(
 
 
 def seen(num_queries: int, num_keys: int, causal: bool, sliding_window: int | None) -> torch.Tensor:
-    """The keys that each query of a sequence sees, [num_queries, num_keys]."""
+    """A mask of the keys that each query of a sequence sees, [num_queries, num_keys]."""
     query = torch.arange(num_queries)[:, None] + (num_keys - num_queries)
     key = torch.arange(num_keys)
     mask = torch.ones(num_queries, num_keys, dtype=torch.bool)
@@ -69,7 +69,7 @@ def sdpa_causal(
     sm_scale: float | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by its own flag `is_causal`, which aligns queries with the first keys."""
+    """`scaled_dot_product_attention` with its flag `is_causal`, which aligns the first query with the first key."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if causal and query.shape[2] != key.shape[2]:
@@ -89,9 +89,9 @@ def sdpa_nested(
     cu_kv_lens: torch.Tensor,
     sm_scale: float | None = None,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` of jagged nested tensors, without a loop."""
+    """`scaled_dot_product_attention` over jagged nested tensors, without a loop."""
     if q.shape[1] != k.shape[1]:
-        raise NotImplementedError("as many query heads as KV heads")
+        raise NotImplementedError("expected as many query heads as KV heads")
     query, key, value = (
         torch.nested.nested_tensor_from_jagged(array, edges.long()).transpose(1, 2)
         for array, edges in ((q, cu_q_lens), (k, cu_kv_lens), (v, cu_kv_lens))
@@ -111,19 +111,20 @@ def flex(
     soft_cap: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """FlexAttention over the packed rows: a mask keeps sequences apart, and the cap changes the scores."""
+    """FlexAttention over packed rows. A mask separates the sequences, and a score function applies the cap."""
     from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
     of_query = torch.repeat_interleave(torch.arange(len(cu_q_lens) - 1), cu_q_lens.diff().long())
     of_key = torch.repeat_interleave(torch.arange(len(cu_kv_lens) - 1), cu_kv_lens.diff().long())
-    shift = (cu_kv_lens[1:] - cu_q_lens[1:]).long()  # from a query's row to the row of its own key
+    # the offset from a query's row to the row of the key at its position
+    shift = (cu_kv_lens[1:] - cu_q_lens[1:]).long()
 
     def mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         del batch, head
-        apart = key - (query + shift[of_query[query]])
+        distance = key - (query + shift[of_query[query]])
         found = of_query[query] == of_key[key]
-        found = found & (apart <= 0) if causal else found
-        return found if sliding_window is None else found & (apart > -sliding_window)
+        found = found & (distance <= 0) if causal else found
+        return found if sliding_window is None else found & (distance > -sliding_window)
 
     def capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
         return soft_cap * torch.tanh(score / soft_cap)  # type: ignore[operator]
@@ -134,7 +135,7 @@ def flex(
         query, key, value, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale,
         enable_gqa=True, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    assert aux.lse is not None  # for it was asked for
+    assert aux.lse is not None  # AuxRequest requests it
     out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
     return (out, lse) if return_lse else out
 
@@ -149,7 +150,7 @@ def transformers_eager(
     causal: bool = False,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """`eager_attention_forward` of transformers' Llama, one sequence after another, with masks of the lowest number."""
+    """`eager_attention_forward` of transformers' Llama, sequence by sequence, with masks of the lowest number."""
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     module = torch.nn.Module()

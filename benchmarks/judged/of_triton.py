@@ -15,8 +15,8 @@ import torch
 from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 from ragged_attention.testing import triton_interpreter
 
-SEGMENTS = 16  # the KV splits that vLLM's backend asks for
-ROW_BLOCKS = 128  # it splits the keys of at most this number of blocks of queries
+SEGMENTS = 16  # the KV splits that vLLM's backend uses
+ROW_BLOCKS = 128  # the most blocks of queries whose keys it splits
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def vllm_unified(
 
 
 def decoded(q: torch.Tensor, k: Any, v: Any, kv_lens: Any, page_indices: Any, scale: float, **more: Any) -> Any:
-    """`decode_attention_fwd` in four splits: out [S, H, D] and lse [S, H]."""
+    """`decode_attention_fwd` with four KV splits: out [S, H, D] and lse [S, H]."""
     out, lse = q.new_empty(*q.shape[:2], v.shape[3]), torch.empty(q.shape[:2])
     logits = torch.empty(*q.shape[:2], 4, v.shape[3] + 1)
     vllm_module("triton_decode_attention").decode_attention_fwd(
@@ -98,7 +98,7 @@ def vllm_mla(
     causal: bool = False,
     soft_cap: float | None = None,
 ) -> Any:
-    """`decode_attention_fwd` over the latents of DeepSeek's attention, one token for each sequence."""
+    """`decode_attention_fwd` over DeepSeek's latents, with one token per sequence."""
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
     out, lse = decoded(
         q[:, 0], kv_cache, kv_cache[..., :d_v], kv_lens, page_indices, scale, logit_cap=soft_cap or 0.0, is_mla=True
@@ -117,7 +117,7 @@ def fla_parallel(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`parallel_attn`, which has as many queries as keys: rows of zeros come before the queries of a sequence."""
+    """`parallel_attn`, which requires as many queries as keys. Rows of zeros are added before a sequence's queries."""
     added = cu_kv_lens.diff() - cu_q_lens.diff()
     triton_interpreter.quicken()
     kernels = importlib.import_module("fla.ops.attn.parallel")
@@ -138,11 +138,11 @@ def fla_decode(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attn_decoding_one_step`, over the keys and values of all pages in one row each."""
+    """`attn_decoding_one_step`, over the keys and values of each sequence in one piece."""
     triton_interpreter.quicken()
     decoding = importlib.import_module("fla.ops.attn.decoding")
     tuner = decoding.naive_attn_decoding_kernel.fn
-    tuner.configs = tuner.configs[:1]  # they differ in warps alone, and timing them needs a GPU
+    tuner.configs = tuner.configs[:1]  # the configurations differ only in warps, and timing them needs a GPU
     k, v = (
         torch.cat(
             [pages[table.long()].flatten(0, 1)[:kv_len] for table, kv_len in zip(page_indices, kv_lens, strict=True)]
@@ -164,12 +164,12 @@ def several_kv_heads(operation: str, call: Any) -> bool:
 
 
 def one_of_heads(operation: str, call: Any) -> bool:
-    """The kernel reads latents for groups of heads alone."""
+    """Whether there is only one head. The kernel reads latents for groups of heads."""
     return call.q.shape[2] == 1
 
 
 def another_d_v(operation: str, call: Any) -> bool:
-    """At two widths the kernel knows the values' by itself."""
+    """Whether the width of values is not the one that the kernel assumes for the queries' width (576 or 288)."""
     return call.d_v != {576: 512, 288: 256}.get(call.q.shape[3], call.d_v)
 
 
@@ -183,7 +183,7 @@ LATENT: Mapping[str, Any] = {
     **LIMITS,
     "declines": (*FILLED, another_format, several_q_tokens, several_kv_heads, one_of_heads, another_d_v),
 }
-# The suite draws by what is declined here, and cannot by what a function raises.
+# The suite avoids drawing calls that are declined here. It cannot avoid those for which a function raises.
 CAUSAL: Mapping[str, Any] = {
     **LIMITS,
     "declines": (*FILLED, "more queries than keys", not_causal),

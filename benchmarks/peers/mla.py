@@ -1,8 +1,8 @@
-"""Other implementations of latent attention; `registry.py` has the list of all, and what a peer is.
+"""Other implementations of latent attention. `registry.py` lists all peers and defines what a peer is.
 
-FlashMLA is taken from the package `flash_mla` where that is installed, else from `_flashmla_C.abi3.so` in `peers/`.
-A peer that cannot read a quantised cache gets a bfloat16 copy of it, made beforehand; heads that a peer has no kernel
-for are padded beforehand too.
+FlashMLA is taken from the package `flash_mla` if that is installed, otherwise from `_flashmla_C.abi3.so` in `peers/`. A
+peer that cannot read a quantised cache gets a bfloat16 copy of it, made beforehand. Heads are also padded beforehand if
+a peer has no kernel for their number.
 """
 
 import importlib
@@ -19,7 +19,7 @@ AT_ONCE = 64  # queries whose rows are gathered together
 
 
 def _plain(case: LatentCase, cache: Any) -> Any:
-    """The cache [P, G, K, d_qk] in the queries' dtype; packed rows as pages of one."""
+    """The cache [P, G, K, d_qk] in the queries' dtype. Packed rows become pages of one row."""
     if case.cache_format == "plain":
         return cache if cache.dim() == 4 else cache[:, None]
     from ragged_attention.torch import dequantize_mla_cache
@@ -36,7 +36,10 @@ def _caches(case: LatentCase, inputs: dict[str, Any]) -> list[Any]:
 
 
 def sdpa(case: LatentCase, inputs: dict[str, Any]) -> Run:
-    """Gather rows, then `scaled_dot_product_attention` with the heads as rows: a sequence or 64 queries at a time."""
+    """Gather rows, then call `scaled_dot_product_attention` with the heads as rows.
+
+    Each call takes one sequence, or 64 queries with lists.
+    """
     return _sdpa_of_lists(case, inputs) if case.topk else _sdpa_of_tables(case, inputs)
 
 
@@ -113,7 +116,7 @@ def flash_mla_files(folder: Path) -> list[Path]:
 
 
 def _flash_mla_functions(folder: Path) -> Any:
-    """What has its functions `dense_decode_fwd`, `sparse_decode_fwd` and `sparse_prefill_fwd`."""
+    """An object with FlashMLA's functions `dense_decode_fwd`, `sparse_decode_fwd` and `sparse_prefill_fwd`."""
     if importlib.util.find_spec("flash_mla"):
         return importlib.import_module("flash_mla.cuda")
     import torch
@@ -125,12 +128,12 @@ def _flash_mla_functions(folder: Path) -> Any:
 
 
 def allocating(function: Any) -> Callable[..., Any]:
-    """An operator of torch whose last arguments, such as `out_`, have no default: None, where they are not given."""
+    """An operator of torch that gets None for missing last arguments, such as `out_`, which have no default."""
     return lambda *given: function(*given, *[None] * (len(function._schema.arguments) - len(given)))
 
 
 def flash_mla_declines(case: LatentCase) -> str | None:
-    """What it has no kernel for, on sm_90."""
+    """The reason why FlashMLA has no kernel for the case on sm_90, or None."""
     if case.d_v != 512 or (case.dtype != "bfloat16" and case.topk):
         return "takes bfloat16 and values of 512"
     if not case.topk:
@@ -147,7 +150,7 @@ def flash_mla_declines(case: LatentCase) -> str | None:
 
 
 def flash_mla(case: LatentCase, inputs: dict[str, Any], folder: Path) -> Run:
-    """Its functions by position; a schedule is made by the first call and kept, as its interface does."""
+    """A call of FlashMLA's functions. As in its interface, the first call makes a schedule, which later calls reuse."""
     import torch
 
     functions, scale = _flash_mla_functions(folder), case.d_qk**-0.5
@@ -189,9 +192,9 @@ def fa3_declines(case: LatentCase) -> str | None:
 
 
 def fa3(case: LatentCase, inputs: dict[str, Any], forward: Any) -> Run:
-    """Its forward operator with the rotary columns as K, the others as V and as a second part of the product.
+    """FA3's forward operator, with the rotary columns as K, and the others as V and as a second part of the product.
 
-    A list of keys is a page table of pages of one, of a sequence of one query.
+    A list of keys becomes a page table with pages of one row, for a sequence of one query.
     """
     import torch
 

@@ -1,8 +1,8 @@
-"""What other projects' Triton kernels launch for a case: recorded, not run, so no GPU is needed.
+"""The launches of other projects' Triton kernels for a case, recorded without running them, so no GPU is needed.
 
-Their own functions are called with tensors that have shapes and no values, and each kernel is replaced by one that
-remembers its launch. What a launch's programs do follows from the same rules as in their kernels: which program gets
-which blocks of keys. `sources.py` says where the sources come from.
+The projects' own functions are called with tensors that have shapes but no values, and each kernel is replaced by an
+object that records its launch. The module repeats the rules of these kernels that decide which program gets which
+blocks of keys. `sources.py` lists where the sources come from.
 """
 
 import collections
@@ -24,19 +24,22 @@ from benchmarks.roofline.model import Programs, cdiv
 from ragged_attention.tools.samples import device_of
 
 ARCH = "sm_90"
-SPLITS = 8  # of a sequence's keys, at most, in SGLang; its default
-LEAST_KEYS = 512  # of a split of latent keys in vLLM
+SPLITS = 8  # most KV splits per sequence in SGLang, its default
+LEAST_KEYS = 512  # least keys per KV split of latents in vLLM
 
 
 class Recorded(NamedTuple):
-    """A launch, and its programs by how often they turn in each loop; of a single one, in the largest."""
+    """A launch, and its number of programs by their iterations of each loop.
+
+    If a kernel has several loops but the key has one entry, it counts the iterations of the largest loop.
+    """
 
     launch: Launch
     programs: Programs
 
 
 class RecordingKernel:
-    """Stands for a Triton kernel: `kernel[grid](...)` is remembered."""
+    """Replaces a Triton kernel and records the launches `kernel[grid](...)`."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.launches = kernel, []
@@ -56,7 +59,7 @@ class RecordingKernel:
 
 
 def _plain(value: Any) -> Any:
-    """A member of an enumeration as the number that it is to a compiler, a stand-in as False."""
+    """The value as a compiler gets it: an enumeration's member as its number, a stand-in as False."""
     if isinstance(value, registry.Nothing):
         return False
     return int(value) if isinstance(value, enum.IntEnum) else value
@@ -64,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def recording(module: Any, *names: str) -> Iterator[list[RecordingKernel]]:
-    """Kernels of a module replaced for a while."""
+    """A context in which kernels of a module are replaced by recording ones."""
     kernels = [RecordingKernel(getattr(module, name)) for name in names]
     held = [kernel.kernel for kernel in kernels]
     for name, kernel in zip(names, kernels, strict=True):
@@ -77,7 +80,7 @@ def recording(module: Any, *names: str) -> Iterator[list[RecordingKernel]]:
 
 
 def imported(name: str) -> Any:
-    """A carried module of a package that is not installed as a whole."""
+    """A module from `peers/` of a package that is not installed as a whole."""
     package = name.partition(".")[0]
     if not any(isinstance(finder, registry.StandIns) and finder.package == package for finder in sys.meta_path):
         sys.meta_path.append(registry.StandIns(package))
@@ -90,7 +93,7 @@ def meta(shape: Sequence[int], dtype: str) -> Any:
 
 
 def inputs_of(case: Any) -> dict[str, Any]:
-    """The arguments of a case's own operation, without values."""
+    """The arguments of a case's own operation, as tensors without values."""
 
     def tensor(value: Any) -> Any:
         if isinstance(value, tuple):
@@ -105,7 +108,7 @@ def inputs_of(case: Any) -> dict[str, Any]:
 
 
 def vllm_paged(case: PagedCase) -> list[Recorded]:
-    """`unified_attention`: 16 rows a program over all of their keys, or over a segment of them."""
+    """`unified_attention`, with 16 rows per program, over all of their keys or over a segment of them."""
     module = imported("vllm.v1.attention.ops.triton_unified_attention")
     with recording(module, "kernel_unified_attention", "reduce_segments") as (kernel, reduce):
         registry._vllm_triton(case, inputs_of(case))()
@@ -139,7 +142,7 @@ def _unified_programs(case: PagedCase, arguments: Any) -> Programs:
 
 
 def vllm_latent(case: LatentCase) -> list[Recorded]:
-    """The grouped decode kernel: 16 heads a program, over a split of the keys."""
+    """The grouped decode kernel, with 16 heads per program, over one KV split."""
     module = imported("vllm.v1.attention.ops.triton_decode_attention")
     seqs, heads = case.max_num_seqs, case.num_q_heads
     splits = 1 << max(case.max_len // LEAST_KEYS - 1, 0).bit_length()
@@ -163,7 +166,7 @@ def latent_declines(case: LatentCase) -> str | None:
 
 
 def _split_evenly(launch: Launch, reduce: Sequence[Launch], lens: Sequence[int], splits: int) -> list[Recorded]:
-    """The programs of a kernel that cuts each sequence into as many equal parts."""
+    """The programs of a kernel that cuts each sequence into the same number of equal parts."""
     found: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, least = launch.arguments["BLOCK_N"], launch.arguments.get("MIN_BLOCK_KV", 1)
     for length in lens:
@@ -177,7 +180,7 @@ def _split_evenly(launch: Launch, reduce: Sequence[Launch], lens: Sequence[int],
 
 
 def sglang_decode(case: PagedCase | LatentCase) -> list[Recorded]:
-    """Its decode kernel over a list of slots, a window's keys alone where there is one."""
+    """SGLang's decode kernel over a list of slots. With a window, the list only has the window's keys."""
     module = imported("sglang.kernels.ops.attention.decode_attention")
     inputs = inputs_of(case)
     if isinstance(case, PagedCase):
@@ -210,7 +213,7 @@ def sglang_declines(case: PagedCase | LatentCase) -> str | None:
 
 
 def fla_varlen(case: VarlenCase) -> list[Recorded]:
-    """`parallel_attn` over packed sequences: 128 rows of one head a program."""
+    """`parallel_attn` over packed sequences, with 128 rows of one head per program."""
     folder = str(registry.FOLDER / sources.FLA)
     sys.path[:0] = [folder] if folder not in sys.path else []
     module: Any = importlib.import_module("fla.ops.attn.parallel")
@@ -242,7 +245,10 @@ def fla_declines(case: VarlenCase) -> str | None:
 
 
 def _parallel_programs(case: VarlenCase, launch: Launch) -> Programs:
-    """Of dk and dv a program has keys and walks rows, else it has rows and walks keys; the diagonal is a loop apart."""
+    """The programs of a kernel. For dk and dv a program has keys and loops over rows, otherwise the reverse.
+
+    The diagonal has a loop of its own.
+    """
     if "BS" not in launch.arguments:
         return {(): launch.programs}
     rows, step = launch.arguments["BT"], launch.arguments["BS"]
@@ -259,7 +265,7 @@ def _parallel_programs(case: VarlenCase, launch: Launch) -> Programs:
 
 
 class Peer(NamedTuple):
-    """A project's kernels for a family of cases."""
+    """The kernels of a project for a family of cases."""
 
     name: str
     package: str

@@ -1,11 +1,12 @@
-"""Other implementations of the same job, used where they can be imported; each says why it is absent.
+"""Other implementations of the same operations. They are used if they can be imported; each gives the reason if not.
 
-A peer gets the very inputs of a case and returns a callable that does one call and returns out [T, H, D], or
-the gradients. What it
-wants done beforehand (plans, masks, copies into its own cache layout) is done before, outside the timed region.
+A peer gets the inputs of a case and returns a callable. One call of it computes out [T, H, D], or the gradients.
+Preparation that a peer needs (plans, masks, copies into its own cache layout) is done in advance, outside the timed
+region.
 
-Compiled peers and sources that are not installed lie in `peers/` at the repository's root, which git ignores:
-`_vllm_fa3_C.abi3.so` (or packed, `.xz`), and `triton_unified_attention.py` with the modules it imports from beside it.
+Compiled peers and sources that are not installed are in `peers/` at the repository's root, which git ignores:
+`_vllm_fa3_C.abi3.so` (or compressed, `.xz`), and `triton_unified_attention.py` with the modules beside it that it
+imports.
 """
 
 import dataclasses
@@ -34,7 +35,7 @@ Run = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One other implementation."""
+    """Another implementation."""
 
     name: str
     framework: str
@@ -42,7 +43,7 @@ class Peer:
     absent: Callable[[], str | None]
     declines: Callable[[Any], str | None]
     prepare: Callable[[Any, dict[str, Any]], Run]
-    kind: type = PagedCase  # of the cases that it is a peer for
+    kind: type = PagedCase  # the kind of cases that it supports
 
 
 def _needs(*modules: str, cuda: bool = False) -> Callable[[], str | None]:
@@ -62,7 +63,7 @@ def _no_cuda() -> str | None:
 
 
 def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = False, quantised: bool = True) -> Any:
-    """Which features a peer does not have."""
+    """A function that returns the first missing feature that a case needs, or None."""
 
     def declines(case: PagedCase) -> str | None:
         for missing, name, used in (
@@ -79,7 +80,7 @@ def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = Fals
 
 
 def split_pages(case: PagedCase, kv_pages: Any) -> tuple[Any, Any]:
-    """K and V pages as contiguous arrays of their own, which is the layout most peers know."""
+    """The K and V pages as two contiguous arrays, the layout that most peers use."""
     if case.split_pages:
         return kv_pages
     return kv_pages[:, :, 0::2].contiguous(), kv_pages[:, :, 1::2].contiguous()
@@ -89,7 +90,7 @@ def split_pages(case: PagedCase, kv_pages: Any) -> tuple[Any, Any]:
 
 
 def _torch_sdpa(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """A loop over sequences: gather the sequence's pages, then `scaled_dot_product_attention`."""
+    """A loop over sequences, which gathers the pages and calls `scaled_dot_product_attention`."""
     import torch
 
     k_pages, v_pages = split_pages(case, inputs["kv_pages"])
@@ -119,7 +120,7 @@ def _torch_sdpa(case: PagedCase, inputs: dict[str, Any]) -> Run:
 
 
 def _mask(q_len: int, kv_len: int, window: int | None, device: Any) -> tuple[bool, Any]:
-    """(is_causal, mask) for SDPA, the cheapest form that says the same."""
+    """(is_causal, mask) for SDPA, in the cheapest equivalent form."""
     import torch
 
     if not window or window >= kv_len:
@@ -132,7 +133,7 @@ def _mask(q_len: int, kv_len: int, window: int | None, device: Any) -> tuple[boo
 
 
 def _flex_attention(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """Compiled FlexAttention over all sequences packed; gathering and the block mask are done before."""
+    """Compiled FlexAttention over all packed sequences. Rows and the block mask are prepared in advance."""
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -177,7 +178,7 @@ def _flex_attention(case: PagedCase, inputs: dict[str, Any]) -> Run:
 
 
 def _flashinfer(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """The paged prefill wrapper, which also serves decodes on tensor cores; its plan is made before."""
+    """The paged prefill wrapper, which also serves decodes on tensor cores. Its plan is made in advance."""
     import torch
 
     flashinfer = importlib.import_module("flashinfer")
@@ -231,7 +232,7 @@ def _load_fa3() -> Any:
 
 
 def _fa3(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """Its forward operator, whose arguments are given by position; later versions have more of them at the end."""
+    """FA3's forward operator. It takes arguments by position, and later versions have more of them at the end."""
     forward = _load_fa3()
     k_pages, v_pages = split_pages(case, inputs["kv_pages"])
     window = case.sliding_window
@@ -242,7 +243,8 @@ def _fa3(case: PagedCase, inputs: dict[str, Any]) -> Run:
         _clean_table(case, inputs), None, None,  # batch index, left padding
         None, None, None, None, None, None,  # rotary, scales
         case.head_dim**-0.5, True, (window or 0) - 1, 0 if window else -1, case.soft_cap or 0.0,
-        True, None, 0, None, 0,  # interleaved, metadata, splits by itself, packing by itself, no margin
+        # interleaved rotary, no schedule, automatic splits, automatic head packing, no SM margin
+        True, None, 0, None, 0,
         inputs["sinks"].to(inputs["q"].dtype) if case.sinks else None, 1, 0, None,
     ]  # fmt: skip
     arguments = arguments[: len(forward.default._schema.arguments)]
@@ -250,17 +252,18 @@ def _fa3(case: PagedCase, inputs: dict[str, Any]) -> Run:
 
 
 def _clean_table(case: PagedCase, inputs: dict[str, Any]) -> Any:
-    """The page table without garbage behind the used pages, which some peers read."""
+    """The page table without the garbage after the used pages, which some peers read."""
     return inputs["page_indices"].clamp(0, case.num_pages - 1)
 
 
 # ---- vLLM's Triton kernel
 
-LONGEST_SPLIT_QUERY = 8  # tokens; from 0.33 on it splits the keys of such queries, given a row of scratch per token
+# tokens; from vLLM 0.33 on, keys of such short queries are split too, which needs a row of scratch per token
+LONGEST_SPLIT_QUERY = 8
 
 
 class Nothing:
-    """An object all of whose attributes and calls are false."""
+    """An object whose attributes and calls all give the object itself, which is false."""
 
     def __getattr__(self, name: str) -> "Nothing":
         return self
@@ -273,14 +276,14 @@ class Nothing:
 
 
 def _anything(name: str) -> Nothing:
-    """Whatever is imported from a stand-in; what Python itself looks for, such as `__file__`, it does not have."""
+    """The attribute of a stand-in module. Names that Python itself looks for, such as `__file__`, do not exist."""
     if name.startswith("__"):
         raise AttributeError(name)
     return Nothing()
 
 
 class _Modes(enum.EnumMeta):
-    """An enumeration that has every name; those without a value equal none of its members."""
+    """A metaclass of an enumeration that has every name. Names without a value equal none of its members."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_") or not name.isupper():
@@ -289,7 +292,7 @@ class _Modes(enum.EnumMeta):
 
 
 class _Quantisation(enum.IntEnum, metaclass=_Modes):
-    """Stands for the peer's `KVQuantMode`, which gets a few more modes with each version."""
+    """Replaces the peer's `KVQuantMode`, which gets more modes with each version."""
 
     NONE = 0
     FP8_PER_TENSOR = 1
@@ -308,8 +311,10 @@ class _Platform(Nothing):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Modules of a package that carried sources import: files beside them, in a folder of its name or in none, else
-    stand-ins."""
+    """Importer for the modules of a package that sources in `peers/` import.
+
+    It finds files in the package's folder there, or directly in `peers/`, and otherwise makes stand-ins.
+    """
 
     def __init__(self, package: str = "vllm") -> None:
         self.package = package
@@ -345,7 +350,7 @@ def _vllm_triton_absent() -> str | None:
 
 
 def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """`unified_attention` with the scratch for its split path, as its backend gives it."""
+    """`unified_attention` with the scratch memory for KV splits, as vLLM's own backend passes it."""
     import torch
 
     if importlib.util.find_spec("vllm") is None:
@@ -392,12 +397,13 @@ def _vllm_declines(case: PagedCase) -> str | None:
 
 
 def _jax_reference(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """JAX's own reference under jit."""
+    """JAX's own reference implementation, under jit."""
     import jax
     import numpy as np
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-    # It loops over lengths in Python, so they must be NumPy arrays, constants of the traced function.
+    # The reference loops over lengths in Python, so they must be NumPy arrays, which are constants of the traced
+    # function.
     lens = [np.asarray(inputs[name]) for name in ("kv_lens", "page_indices", "cu_q_lens")]
     count = np.array([len(case.q_lens)], np.int32)
 
@@ -416,7 +422,7 @@ def _jax_declines(case: PagedCase) -> str | None:
 
 
 def _jax_cudnn(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """cuDNN's paged attention through JAX; sequences of one query length."""
+    """cuDNN's paged attention, called through JAX, for sequences with equal query lengths."""
     import jax
 
     cudnn = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
@@ -501,7 +507,7 @@ PEERS = (
         mla_peers.sdpa_declines, mla_peers.sdpa, LatentCase,
     ),
     Peer(
-        "flashmla", "torch", "FlashMLA, heads padded to 64 or 128 where it asks for that", _flash_mla_absent,
+        "flashmla", "torch", "FlashMLA, heads padded to 64 or 128 if it requires that", _flash_mla_absent,
         mla_peers.flash_mla_declines, _flash_mla, LatentCase,
     ),
     Peer(
@@ -534,5 +540,5 @@ PEERS = (
 
 
 def presence(framework: str | None = None) -> dict[str, str | None]:
-    """Each peer's name with None where it can be used, else why not."""
+    """Each peer's name with None if it can be used, or else the reason why not."""
     return {peer.name: peer.absent() for peer in PEERS if framework in (None, peer.framework)}

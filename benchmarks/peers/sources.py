@@ -1,10 +1,10 @@
-"""Sources of other projects' Triton kernels, taken from their wheels: to be read and measured, never part of ours.
+"""Fetches the sources of other projects' Triton kernels from their wheels. They are read and measured, never shipped.
 
     python -m benchmarks.peers.sources [--folder FOLDER]
 
 downloads the wheels with pip, keeps the few files that the kernels need in `peers/` at the repository's root, which git
-ignores, and forgets the rest: 390 MB to fetch, 20 MB to keep. Of FlashMLA that is its compiled library, whose machine
-code is read beside ours.
+ignores, and discards the rest: it fetches 390 MB and keeps 20 MB. For FlashMLA it keeps the compiled library, whose
+machine code is read beside ours.
 """
 
 import argparse
@@ -22,7 +22,7 @@ FLA = "fla-core"
 
 
 class Source(NamedTuple):
-    """Files of a wheel that are kept: in a folder of their own, with their paths where these matter."""
+    """The files of a wheel that are kept, in a folder of their own. If `flat` is False they keep their paths."""
 
     requirement: str
     folder: str
@@ -37,10 +37,10 @@ SOURCES = (
         "decode_attention", "score_mod"))),
     Source("fla-core==0.6.0", FLA, ("fla/*.py",), flat=False),
     Source("sgl-flash-mla==1.0.0", "flash_mla", ("flash_mla/_C_legacy.abi3.so",)),
-    Source("einops", FLA, ("einops/*.py",), flat=False),  # which FLA imports
+    Source("einops", FLA, ("einops/*.py",), flat=False),  # FLA imports it
 )  # fmt: skip
 
-# What stands beside ours on a GPU, as it was compiled for the torch of constraints-device.txt.
+# The peers on a GPU, compiled for the torch of constraints-device.txt.
 DEVICE_SOURCES = (
     Source("vllm==0.26.0", "vllm", (
         "vllm/_flashmla_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
@@ -49,7 +49,7 @@ DEVICE_SOURCES = (
 
 
 def missing(folder: Path, package: str) -> str | None:
-    """Why a peer's sources cannot be read, or None."""
+    """The reason why a peer's sources cannot be read, or None."""
     own = next(source for source in SOURCES if source.folder in (package, f"{package}-core"))
     if any((folder / own.folder).rglob("*.py")):
         return None
@@ -65,7 +65,7 @@ def fetch(source: Source, folder: Path) -> None:
 
 
 def unpack(wheel: Path, source: Source, folder: Path) -> None:
-    """Keep what of a wheel is wanted."""
+    """Extract the files of a wheel that are kept."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if any(fnmatch.fnmatch(name, member) for member in source.members):
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.peers.sources", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="where to keep them")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="the folder for the files")
     folder = parser.parse_args(argv).folder
     for source in SOURCES:
         fetch(source, folder)

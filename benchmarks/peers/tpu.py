@@ -1,4 +1,4 @@
-"""JAX's own TPU kernels, to be compiled beside ours: the same work, the same blocks."""
+"""JAX's own TPU kernels, which are compiled beside ours for the same work with the same block sizes."""
 
 import functools
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from benchmarks.cases.tpu import BLOCKS, TpuCase, Traceable, find
 from ragged_attention.calls import Device
 
-# Name -> the case of ours that is the same work.
+# Name -> our case that does the same work.
 PEERS: Mapping[str, TpuCase] = {
     f"jax_{name}": find(name)
     for name in (
@@ -17,7 +17,7 @@ PEERS: Mapping[str, TpuCase] = {
 
 
 def traceable(case: TpuCase) -> Traceable:
-    """JAX's function with the arguments of the case; a decode in blocks of 512 keys."""
+    """JAX's function with the arguments of the case. A decode uses blocks of 512 keys."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 

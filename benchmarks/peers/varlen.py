@@ -11,7 +11,10 @@ Run = Callable[[], Any]
 
 
 def refuses(*, soft_cap: bool = False, sinks: bool = True, window: bool = False) -> Callable[[VarlenCase], str | None]:
-    """Which features a peer does not have; the gradient of lse has none."""
+    """A function that returns the feature of a case that a peer does not have, or None.
+
+    No peer has the gradient of lse.
+    """
 
     def declines(case: VarlenCase) -> str | None:
         used = {"sliding_window": case.sliding_window, "soft_cap": case.soft_cap, "sinks": case.sinks}
@@ -25,28 +28,28 @@ def refuses(*, soft_cap: bool = False, sinks: bool = True, window: bool = False)
 
 
 def sdpa_declines(case: VarlenCase) -> str | None:
-    """It has no ragged batches; cutting one up is not what is to be timed."""
+    """The reason why SDPA is not timed. It has no ragged batches, and cutting one up would be timed too."""
     if len(set(case.q_lens)) > 1 or case.q_lens != case.kv_lens:
         return "sequences must have one length here"
     return refuses(soft_cap=True, window=True)(case)
 
 
 def _gradients(out: Any, arrays: tuple[Any, ...], d_out: Any) -> Run:
-    """The backward pass of a forward pass that is done."""
+    """A function that runs the backward pass of a finished forward pass."""
     import torch
 
     return lambda: torch.autograd.grad(out, arrays, d_out, retain_graph=True)
 
 
 def sdpa(case: VarlenCase, inputs: dict[str, Any], backend: str = "") -> Run:
-    """torch's SDPA over sequences of one length, by one of its backends: `FLASH_ATTENTION`, `CUDNN_ATTENTION`."""
+    """torch's SDPA over sequences of equal length, by one of its backends: `FLASH_ATTENTION`, `CUDNN_ATTENTION`."""
     import torch
     from torch.nn import attention
 
     allowed = [getattr(attention.SDPBackend, backend)] if backend else list(attention.SDPBackend.__members__.values())
     arrays = tuple(
         inputs[name].detach().clone().requires_grad_(case.backward) for name in ("q", "k", "v")
-    )  # as they lie in memory, so that gradients come back so
+    )  # the arrays in their own layout, so that gradients have it too
 
     def forward() -> Any:
         batched = (array.view(len(case.q_lens), -1, *array.shape[1:]).transpose(1, 2) for array in arrays)
@@ -60,7 +63,7 @@ def sdpa(case: VarlenCase, inputs: dict[str, Any], backend: str = "") -> Run:
 
 
 def flash_attention(case: VarlenCase, inputs: dict[str, Any], module: str) -> Run:
-    """`flash_attn_varlen_func` of FlashAttention-2 (`flash_attn`) or -3 (`flash_attn_interface`), where installed."""
+    """`flash_attn_varlen_func` of FlashAttention-2 (`flash_attn`) or FlashAttention-3 (`flash_attn_interface`)."""
     function = importlib.import_module(module).flash_attn_varlen_func
     arrays = tuple(inputs[name].detach().clone().requires_grad_(case.backward) for name in ("q", "k", "v"))
     window = (case.sliding_window - 1, 0 if case.causal else -1) if case.sliding_window else (-1, -1)
@@ -80,7 +83,7 @@ def fa3_declines(case: VarlenCase) -> str | None:
 
 
 def fa3(case: VarlenCase, inputs: dict[str, Any], forward: Any) -> Run:
-    """FlashAttention-3's forward operator, whose arguments are given by position."""
+    """FlashAttention-3's forward operator, which takes arguments by position."""
     window = case.sliding_window
     right = 0 if case.causal and window else -1
     arguments = [

@@ -1,17 +1,17 @@
-"""What a plan costs beyond what its call needs, known before anything runs.
+"""The cost of a plan beyond the needs of its call, known before anything runs.
 
 The plan of a case is the launches that a backend makes for it. For Triton's paged attention,
 `ragged_attention.tools.schedule` runs the kernels' own index arithmetic and so finds the keys that each program visits.
-For the other operations, the modules of this package repeat the rules by which the kernels divide their work. From the
-visited keys follow the operations and the bytes of each program. They exceed what the call needs for three reasons:
+For the other operations, the modules of this package repeat the rules by which the kernels divide their work. The
+visited keys give the operations and the bytes of each program. They exceed the needs of the call for three reasons:
 masks and padding fill parts of tiles, several programs read the same keys, and partial results have to be merged.
 
-A GPU can do only so many operations and deliver only so many bytes from memory and from its L2 cache in a second. The
-slowest of the three gives the least time of a step of the plan. The floor of a case is the time in which each needed
-byte is read or written once and no operation is wasted; the plan's excess is how much longer its steps take. Operations
-that multiply what rounding to 16 bits has removed are no excess but the price of exactness, and the table shows them
-separately. Latency, exponentials and the decoding of 8-bit formats are ignored: a plan without excess may still be
-slow, but one with much excess cannot be fast.
+Three rates limit a GPU: operations, bytes from memory, and bytes from its L2 cache. The slowest of the three gives the
+least time of a step of the plan. The floor of a case is the time in which each needed byte is read or written once and
+no operation is wasted; the plan's excess is the additional time of its steps. Operations that correct the rounding of
+operands to 16 bits are no excess, but the price of exactness, and the table shows them separately. Latency,
+exponentials and the decoding of 8-bit formats are ignored: a plan without excess may still be slow, but one with much
+excess cannot be fast.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from benchmarks.roofline import indexer, mla, paged, ragged_mla
 from benchmarks.roofline.model import H200, Machine, Step, Work
 from ragged_attention.calls import Device
 
-# The module that counts the plans of an operation. The other operations have no plan.
+# The module that counts the plans of an operation. Plans of other operations are not counted.
 MODULES: dict[str, Any] = {
     "ragged_paged_attention": paged,
     "mla_decode": mla,
@@ -36,7 +36,7 @@ MODULES: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Launched:
-    """A launch of a plan: the number of its programs, and of those that have work."""
+    """A launch of a plan: its number of programs, and the number of those that have work."""
 
     name: str
     programs: int
@@ -48,22 +48,22 @@ class Launched:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan:
-    """A case on a backend: its floor and the least time of its plan in seconds, and what bounds that time."""
+    """The plan of a case on a backend: the floor and the least time in seconds, and what bounds that time."""
 
     case: Case
     backend: str
     floor: float
     least: float  # without the operations that correct rounding
-    exact: float  # with them
+    exact: float  # including the operations that correct rounding
     bound: str
-    flops: float  # relative to what the case needs
-    asked: float  # bytes, relative to what the case needs
+    flops: float  # operations, relative to the needs of the case
+    asked: float  # bytes, relative to the needs of the case
     launches: tuple[Launched, ...] = ()  # of the Triton backend
     skew: float = 1.0  # of the kernel with the largest skew
 
     @property
     def excess(self) -> float:
-        """How much longer than the floor the plan takes, as a fraction of the floor."""
+        """The plan's additional time over the floor, as a fraction of the floor."""
         return self.least / self.floor - 1
 
 
@@ -74,7 +74,7 @@ def planned(case: Case, device: Device) -> tuple[str, ...]:
 
 
 def steps(case: Case, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-    """What the kernels of a planned backend do for the case; `tile` defaults to that of the heuristic."""
+    """The work of a planned backend's kernels for the case. `tile` defaults to the heuristic's."""
     return MODULES[case.operation].steps(case, backend, device, machine, tile)
 
 
@@ -99,7 +99,7 @@ def plan_of(case: Case, backend: str, device: Device, machine: Machine = H200) -
 
 
 def plans(cases: Iterable[Case], device: Device, machine: Machine = H200) -> Iterator[Plan]:
-    """Every case on every backend whose plans for it can be counted."""
+    """The plans of every case on every backend for which they can be counted."""
     for case in cases:
         for backend in planned(case, device):
             yield plan_of(case, backend, device, machine)

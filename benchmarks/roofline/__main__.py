@@ -1,4 +1,4 @@
-"""Prints a table of all plans."""
+"""Print a table of all plans."""
 
 import argparse
 import sys

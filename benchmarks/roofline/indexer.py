@@ -1,4 +1,4 @@
-"""The plan of the lightning indexer: the logits of chunks of tokens, and the selection of the largest."""
+"""The plan of the lightning indexer: the logits of blocks of tokens, then the selection of the largest."""
 
 import collections
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from benchmarks.compiled import compiling
 from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention.calls import Device
 
-PASSES = 4  # over a row to select from it: for its range, for a histogram, for candidates, and for the result
+PASSES = 4  # passes over a row to select from it: for its range, for a histogram, for candidates, and for the result
 
 
 def seen(case: IndexerCase, token: int) -> int:
-    """How many keys the query with this index in its sequence sees."""
+    """The number of keys that a query token sees, by its index in the sequence."""
     return max(case.max_len - case.num_q_tokens + token + 1, 0)
 
 
 def walked(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
-    """Each program visits one part of the keys of a token."""
+    """The work and programs of a kernel in which each program visits one part of a token's keys."""
     block, parts, least = arguments["BLOCK_N"], arguments["num_parts"], 4
     work, programs = Work(), collections.Counter[tuple[float, ...]]()
     for token in range(case.num_q_tokens):
@@ -32,7 +32,7 @@ def walked(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
 
 
 def tiled(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
-    """Each program visits a block of tokens for one block of keys."""
+    """The work and programs of a kernel in which each program visits a block of tokens for one block of keys."""
     block, tokens = arguments["BLOCK_N"], arguments["BLOCK_T"]
     work, programs = Work(), collections.Counter[tuple[float, ...]]()
     for first in range(0, case.num_q_tokens, tokens):
@@ -46,11 +46,11 @@ def tiled(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
 
 
 def token_work(case: IndexerCase, arguments: KernelArgs, multiplied: int, written: int) -> Work:
-    """The work of one token over some keys."""
+    """The work of one token for `multiplied` keys, of which `written` logits are stored."""
     heads = cdiv(case.num_q_heads, arguments["BLOCK_H"]) * arguments["BLOCK_H"]
     columns = cdiv(case.head_dim, arguments["BLOCK_D"]) * arguments["BLOCK_D"]
     flops = 2 * multiplied * heads * columns
-    # The rate of a machine is that of 16-bit products; a GPU does twice as many 8-bit products in a second.
+    # The machine's rate is that of 16-bit products. A GPU computes twice as many 8-bit products per second.
     flops //= 2 if arguments["Q_FORMAT"] == "e4m3_units" else 1
     queries = case.num_q_heads * (case.head_dim * compiling.ITEMSIZE[case.dtype] + 4)
     return Work(flops=flops, rows=queries + 4 * written)

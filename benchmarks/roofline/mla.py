@@ -1,6 +1,6 @@
 """The plans of latent attention, on Triton and on CUDA.
 
-The CUDA kernels run no Python, so this module states how kernels divide a job, for both backends.
+The CUDA kernels run no Python, so this module repeats how kernels of both backends divide a job.
 """
 
 import collections
@@ -18,33 +18,33 @@ from ragged_attention.calls import CACHE_FORMATS, Call, Device
 
 
 def latent_bytes(cache_format: str) -> int:
-    """The bytes that are read of a row of a quantised cache, without padding."""
+    """The bytes that are read per row of a quantised cache, without padding."""
     form = CACHE_FORMATS[cache_format]
     return form.row_bytes + form.scale_bytes
 
 
 def decoded_bytes(row_format: Any) -> int:
-    """The bytes that are read of a decoded row, without padding."""
+    """The bytes that are read per decoded row, without padding."""
     scales = 4 * row_format.VALUES // row_format.GROUP if row_format.FOLDED else 0
     return 2 * (row_format.VALUES + row_format.ROTARY) + scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel divides the rows and keys of a job, and what it multiplies for each pair of a row and a key."""
+    """How a kernel divides the rows and keys of a job, and the columns that it multiplies per row and key."""
 
     rows: int
     keys: int
     num_splits: int
-    least_blocks: int  # the fewest blocks in a KV split
+    least_blocks: int  # the least blocks per KV split
     columns: int
     columns_again: int
-    query_bytes: int  # read of each row
-    row_bytes: tuple[int, int]  # read of a row of either cache
+    query_bytes: int  # bytes read per row of queries
+    row_bytes: tuple[int, int]  # bytes read per row of the first and of the second cache
 
 
 def stored_bytes(case: LatentCase) -> tuple[int, int]:
-    """The bytes that are read of a row of either cache, for one KV head."""
+    """The bytes that are read per row of the first and of the second cache, for one KV head."""
     formats = (case.cache_format, case.extra_format or case.cache_format)
     plain = case.d_qk * ITEMSIZE[case.dtype]
     first, second = (plain if name == "plain" else latent_bytes(name) for name in formats)
@@ -80,7 +80,7 @@ def columns_of(constants: KernelArgs) -> tuple[int, int, int]:
 
 
 def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
-    """Blocks of 64 rows, or of the heads rounded up to a power of two if they are few, and of 64 keys, as in csrc."""
+    """Tiles as in csrc: 64 keys, and 64 rows, or the number of heads rounded up to a power of two if they are few."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return Tiles(
         rows=max(8, latent.power_of_2(case.num_q_heads)) if latent.is_narrow(call, tile) else latent.ROWS,
@@ -96,7 +96,7 @@ def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
 
 def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
     """The work and the programs of the attention kernel, then those of the kernel that merges its KV splits."""
-    tokens = 1 if case.topk else case.num_q_tokens  # per job
+    tokens = 1 if case.topk else case.num_q_tokens  # tokens per job
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
     lengths = [length for length in (case.topk, case.extra_topk) if length] or [case.max_len]
@@ -122,9 +122,10 @@ def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Prog
 
 
 def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
-    """The bytes that come from memory. Rows of several lists come again if the L2 cache has evicted them meanwhile.
+    """The bytes that come from memory.
 
-    Programs that share a list or a sequence run at the same time and read it once.
+    Rows in several lists are read again if the L2 cache has evicted them meanwhile. Programs that share a list or a
+    sequence run at the same time and read it once.
     """
     needed = case.needed_cache_bytes(widths)
     again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
@@ -132,7 +133,7 @@ def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, wid
 
 
 def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
-    """The kernel that decodes a cache; the case itself needs only the rows that lists name."""
+    """The step of the kernel that decodes a cache. The case itself needs only the listed rows."""
     num_slots = launch.operands[-1].shape[0]
     asked = num_slots * latent_bytes(case.cache_format)
     written = num_slots * decoded_bytes(launch.arguments["DECODED"].plain)
@@ -140,7 +141,7 @@ def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
 
 
 def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """A list's rows must come from the cache, at least, for every query that names them."""
+    """The steps of a case. The floor includes reading every listed row from the L2 cache once per list."""
     call, widths = case.attention_call(device), case.widths
     if backend == "cuda":
         tiles = cuda_tiles(case, call, tile or dispatch.load(case.operation, "cuda").heuristic(call))
@@ -163,7 +164,7 @@ def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile
 
 
 def planned(case: LatentCase, device: Device) -> tuple[str, ...]:
-    """Triton, and CUDA if it has a kernel for the case, whether that is built or not."""
+    """The backends: Triton, and CUDA if it has a kernel for the case, even if that is not built."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     cuda_takes = latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
     return ("triton", "cuda") if cuda_takes else ("triton",)

@@ -1,22 +1,22 @@
-"""What a plan consists of: the work of its kernels, and what a GPU can do in a second."""
+"""The parts of a plan: the work of its kernels, and the rates of a GPU."""
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 KernelArgs = Mapping[str, Any]  # arguments of a launch by name, without the arrays
-# The number of programs with work, by how many iterations they make of each inner loop. If a kernel has a loop without
-# masks and a masked loop, the loop without masks comes first.
+# The number of programs with work, by their iterations of each inner loop. If a kernel has a loop without masks and a
+# masked loop, the loop without masks comes first.
 Programs = Mapping[tuple[float, ...], int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Machine:
-    """What a GPU can do in a second."""
+    """The rates of a GPU, per second, and the size of its L2 cache."""
 
-    memory: float  # bytes
-    cache: float  # bytes that its L2 cache delivers to the multiprocessors
-    cache_size: int  # bytes
+    memory: float  # bytes from memory
+    cache: float  # bytes from the L2 cache to the multiprocessors
+    cache_size: int  # bytes of the L2 cache
     multiplying: float  # floating-point operations of bfloat16 matrix products
 
 
@@ -28,12 +28,12 @@ H200 = Machine(memory=4.3e12, cache=6.4e12, cache_size=50 * 10**6, multiplying=7
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What programs do."""
+    """The work of programs."""
 
-    flops: int = 0  # operations of matrix products, with all rows, columns and keys of the tiles
-    again: int = 0  # further operations, which multiply what rounding has removed from operands
-    keys: int = 0  # bytes of keys and values that are read, from memory or from a cache
-    rows: int = 0  # bytes of queries, results and partial results that are read or written
+    flops: int = 0  # operations of matrix products, over all rows, columns and keys of the tiles
+    again: int = 0  # further operations, which correct the rounding of operands
+    keys: int = 0  # bytes of keys and values that are read from memory or a cache
+    rows: int = 0  # bytes of queries, results and partial results, read or written
 
     def __add__(self, other: "Work") -> "Work":
         both = zip(dataclasses.astuple(self), dataclasses.astuple(other), strict=True)
@@ -45,11 +45,11 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one kernel, the bytes that it needs from memory, and the least that the case needs for it."""
+    """The work of one kernel, the bytes that it needs from memory, and the least time that the case needs for it."""
 
     name: str
     work: Work
-    fetched: float = 0  # bytes
+    fetched: float = 0  # bytes from memory
     floor: float = 0  # seconds
     programs: Programs = dataclasses.field(default_factory=dict)
 
@@ -61,7 +61,7 @@ class Step:
 
     @property
     def working(self) -> int:
-        """How many programs have work."""
+        """The number of programs that have work."""
         return sum(self.programs.values())
 
     @property
@@ -75,7 +75,10 @@ class Step:
         return self.longest * self.working / sum(self.turns) if self.longest else 1.0
 
     def times(self, machine: Machine, *, exact: bool) -> dict[str, float]:
-        """The seconds that each resource of the machine needs. `exact` counts operations that correct rounding, too."""
+        """The seconds that each resource of the machine needs. `exact` includes the correction of rounding.
+
+        `exact` includes the operations that correct rounding.
+        """
         return {
             "memory": self.fetched / machine.memory,
             "cache": (self.work.keys + self.work.rows) / machine.cache,
@@ -84,7 +87,7 @@ class Step:
 
 
 def visible(low: int, high: int, kv_len: int, window: int | None) -> tuple[int, int]:
-    """The keys [first, last) that some query at a position in [low, high] sees."""
+    """The range of keys [first, last) that at least one query at a position in [low, high] sees."""
     return max(low - window + 1, 0) if window else 0, min(high + 1, kv_len)
 
 

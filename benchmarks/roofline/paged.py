@@ -1,4 +1,4 @@
-"""The plans of ragged paged attention, from the keys that each program of the kernels visits."""
+"""The plans of ragged paged attention, from the keys that each program visits."""
 
 import collections
 import dataclasses
@@ -19,7 +19,10 @@ def planned(case: PagedCase, device: Device) -> tuple[str, ...]:
 
 
 def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """The kernels run one after another, so each has a floor of its own: that of the sequences that it computes."""
+    """The steps of a case.
+
+    The kernels run one after another, so each has its own floor: that of its sequences.
+    """
     del backend
     for launch, programs in attention(case, device, tile):
         counts = collections.Counter(program.seq for program in programs)
@@ -51,17 +54,17 @@ def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile:
 def attention(
     case: PagedCase, device: Device, tile: Any
 ) -> list[tuple[recording.Launch, tuple[schedule.Program, ...]]]:
-    """The launches that compute attention, each with its programs; without those that have nothing to do."""
+    """The attention launches of a case with their programs, without launches that have no work."""
     launches = recording.record(case.call(case.operation, device, **case.tables()), tile)
     walked = [(one, schedule.simulated(one).programs) for one in launches if one.name != "combine_kernel"]
     return [(launch, programs) for launch, programs in walked if programs]
 
 
 def visited(case: PagedCase, kernel_args: KernelArgs, program: schedule.Program) -> Work:
-    """What a program does with the keys that it visits.
+    """The work of a program for the keys that it visits.
 
     The weights of bfloat16 rows have two terms in masked blocks, and in all blocks of a split, unless the cache has 8
-    bits. A wide tile reads each value twice for that.
+    bits. A wide tile then reads each value twice.
     """
     count, d, d_v = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD"))
     whole = sum(visit.stop - visit.start for visit in program.visits if not visit.masked)
@@ -77,7 +80,7 @@ def visited(case: PagedCase, kernel_args: KernelArgs, program: schedule.Program)
 
 
 def seen_keys(case: PagedCase, program: schedule.Program) -> int:
-    """How many of the visited keys some query of the program sees; the others are not read."""
+    """The number of visited keys that at least one query of the program sees. The others are not read."""
     start, stop = program.span
     kv_len = case.kv_lens[program.seq]
     low, high = (kv_len - case.q_lens[program.seq] + token for token in program.tokens)
@@ -86,7 +89,7 @@ def seen_keys(case: PagedCase, program: schedule.Program) -> int:
 
 
 def turns_of(program: schedule.Program) -> tuple[float, float]:
-    """How many blocks of keys a program visits in the loop without masks, and in the masked one."""
+    """The number of key blocks that a program visits in the loop without masks, and in the masked one."""
     blocks = [0.0, 0.0]
     for visit in program.visits:
         blocks[visit.masked] += (visit.stop - visit.start) / visit.block

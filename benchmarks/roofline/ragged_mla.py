@@ -84,7 +84,7 @@ def attended(case: RaggedLatentCase, kernel_args: KernelArgs) -> tuple[Work, Pro
 
 
 def steps(case: RaggedLatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """One launch for all sequences, or one for the long sequences and then one for the short ones."""
+    """The steps of a case: one launch for all sequences, or one for the long ones and then one for the short ones."""
     del backend
     combined, rows = Work(), 0
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)

@@ -1,6 +1,6 @@
 """The blocks that the programs of attention without a cache, and of its gradient, visit.
 
-Their loops stand in the kernels themselves, where `ragged_attention.tools.schedule` cannot record them.
+Their loops are in the kernels themselves, where `ragged_attention.tools.schedule` cannot record them.
 """
 
 import collections
@@ -11,7 +11,7 @@ from benchmarks.roofline.model import Programs, cdiv
 
 
 def programs(case: VarlenCase, launch: Launch) -> Programs:
-    """The programs of a kernel that visits blocks of keys or, for dK and dV, blocks of rows."""
+    """The programs of a kernel, which visit blocks of keys or, for dK and dV, blocks of rows."""
     arguments = launch.constants
     rows, keys, group = arguments["BLOCK_Q"], arguments["BLOCK_KV"], arguments["GROUP"]
     by_keys = launch.name == "dkv_kernel"
@@ -29,7 +29,7 @@ def programs(case: VarlenCase, launch: Launch) -> Programs:
 
 
 def _keys_visited(case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:
-    """The number of blocks of keys that all queries [low, high] see whole, and of the other blocks that they visit."""
+    """(key blocks that all queries [low, high] see completely, other key blocks that they visit)."""
     low, high, window = (kv_len - q_len + low, kv_len - q_len + high, case.sliding_window)
     start = max(low - window + 1, 0) // block if window else 0
     end = max(cdiv(min(high + 1, kv_len) if case.causal else kv_len, block), start)
@@ -41,7 +41,7 @@ def _keys_visited(case: VarlenCase, q_len: int, kv_len: int, low: int, high: int
 def _rows_visited(
     case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, group: int, block: int
 ) -> tuple[float, float]:
-    """The number of blocks of rows that see all keys [low, high], and of those that see only some."""
+    """(row blocks that see all keys [low, high], other row blocks that see some of them)."""
     ahead, window = kv_len - q_len, case.sliding_window
     first, whole_first = (min(max(key - ahead, 0), q_len) if case.causal else 0 for key in (low, high))
     last = min(max(high + window - ahead, first), q_len) if window else q_len
