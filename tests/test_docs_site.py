@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
-site, operation_pages = (scripts.load(ROOT / "docs" / f"{name}.py") for name in ("build_site", "operation_pages"))
+site, operation_pages, site_search = (
+    scripts.load(ROOT / "docs" / f"{name}.py") for name in ("build_site", "operation_pages", "site_search")
+)
 
 
 def test_every_page_is_in_the_navigation_once(tmp_path):
@@ -126,6 +128,91 @@ def test_a_picture_in_two_colours_follows_the_sites_switch():
         moved,
     )
     assert [path.name for path in found] == ["speed-light.svg", "speed-dark.svg"]
+
+
+def test_links_in_html_move_to_built_pages():
+    moved, found = site.with_links(
+        ROOT / "README.md", '<a href="docs/concepts.md#pages"><img src="docs/site.css"></a>\n'
+    )
+    assert moved == '<a href="../concepts.html#pages"><img src="../site.css"></a>\n'
+    assert [path.name for path in found] == ["concepts.md", "site.css"]
+
+
+def test_commands_get_fences_and_other_blocks_stay():
+    before, after = "Text.\n\n", "\n\n    x = a + b\n\n- an item\n\n    make test\n"
+    code = "pip install '.[torch]'\n{}ragged-attention doctor"
+    assert site.fenced(f"{before}    {code.format(' ' * 4)}{after}") == f"{before}```sh\n{code.format('')}\n```{after}"
+    fence = "```text\nsee\n\n    make demo\n```\n"
+    assert site.fenced(fence) == fence
+
+
+def test_listings_and_the_changelog_are_not_searched(tmp_path):
+    site.stage(tmp_path)
+    for name, searched in (("CHANGELOG.md", False), ("examples/serve_jax.py.md", False), ("reference/README.md", True)):
+        assert (tmp_path / "repository" / name).read_text().startswith("---\nsearch:\n  exclude: true\n") != searched
+
+
+def test_the_index_has_headings_alone_of_pages_of_tables():
+    pages = {"items": [
+        {"location": "status.html", "text": "<p>First.</p> <p>Second.</p>"},
+        {"location": "status.html#on-cpus", "text": "<table>"},
+        {"location": "operations/mla_decode.html#signature", "text": "def"},
+        {"location": "concepts.html#schedules", "text": "<p>Why</p> <p>How</p>"},
+    ]}  # fmt: skip
+    assert [(item["location"], item["text"]) for item in site.trimmed(pages)["items"]] == [
+        ("status.html", "<p>First."),
+        ("status.html#on-cpus", ""),
+        ("concepts.html#schedules", "<p>Why</p> <p>How</p>"),
+    ]
+    assert {Path(page).with_suffix("") for page in site.SEARCHED_BY_HEADINGS} <= {
+        path.with_suffix("") if path.name != "README.md" else path.with_name("index") for path in site.navigation()
+    }
+
+
+def test_pages_link_to_the_repository_that_pyproject_names():
+    config = site.CONFIG.read_text()
+    with_link, without = (
+        tomllib.loads(site.configured(config, urls))["project"]
+        for urls in ({"Homepage": "https://example.com", "Repository": "https://example.org/a"}, {})
+    )
+    assert with_link.pop("repo_url") == "https://example.org/a"
+    assert with_link == without
+    assert (without["docs_dir"], without["site_dir"]) == ("site-source", "site")  # beside the file, in build/
+    assert (site.USED_CONFIG.parent / without["theme"]["custom_dir"]).resolve() == ROOT / "docs" / "theme"
+
+
+SECTIONS = [
+    ("late", "Other", "<p>one two three four five six seven eight nine ten eleven a paged <b>cache</b></p>", ["A"]),
+    ("apart", "Other", "<p>A cache of one page; it is paged.</p>", ["A"]),
+    ("near", "Other", "<p>A paged-cache</p>", ["A"]),
+    ("place", "Other", "<p>It is paged.</p>", ["Caches", "A"]),
+    ("title", "Caches", "<p>paged</p>", ["A"]),
+    ("neither", "Caches", "<p>a row</p>", ["A"]),
+]
+
+
+def test_the_search_ranks_titles_then_places_then_words_that_are_near():
+    items = [dict(zip(("location", "title", "text", "path"), section, strict=True)) for section in SECTIONS]
+    index = site_search.Index({"config": {"separator": "[\\s\\-]+"}, "items": items})
+    assert index.find("paged cache") == ["title", "place", "near", "late", "apart"]
+    assert index.find("PAGED") == ["title", "near", "place", "apart", "late"]
+    assert index.find("paged nothing") == []
+
+
+def test_a_search_that_misses_its_page_is_a_fault(tmp_path, monkeypatch):
+    items = [{"location": f"{name}.html#a", "title": name, "text": "a word", "path": []} for name in "defg"]
+    (tmp_path / "search.json").write_text(json.dumps({"config": {"separator": " "}, "items": items}))
+    monkeypatch.setattr(site_search.shutil, "which", lambda name: None)  # there is no script of the site here
+    assert list(site_search.faults(tmp_path, {"word": ("c", "f")})) == []
+    assert list(site_search.faults(tmp_path, {"word": ("g",)})) == [
+        "search for 'word': expected one of g, got d.html#a, e.html#a, f.html#a"
+    ]
+
+
+def test_thirty_searches_lead_to_pages():
+    pages = {path.with_suffix("").as_posix() for path in site.navigation()}
+    assert len(site_search.SEARCHES) >= 30
+    assert {page for expected in site_search.SEARCHES.values() for page in expected} <= pages
 
 
 def test_faults_of_a_built_site_are_found(tmp_path):
