@@ -240,7 +240,7 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "h % num_kv_heads": (GROUPED, {}, "query heads read the wrong KV head"),
     "h // num_kv_heads": (GROUPED, {}, "query heads read the wrong KV head"),
     "last columns": (OF_LATENTS, {}, "values are the last columns of a row"),
-    "no rope": (OF_LATENTS, {}, "the columns behind d_v, such as the rotary ones, are left out of the logits"),
+    "no rope": (OF_LATENTS, {}, "the columns after d_v, such as the rotary ones, are left out of the logits"),
     "-1 read": (OF_LISTS, {}, "an index that selects nothing, such as -1, is read as row 0"),
     "-1 is a key of zeros": (OF_LISTS, {}, "an index that selects nothing, such as -1, is counted as a key of zeros"),
     "list ends": (OF_LISTS, {}, "a list ends at its first index that selects nothing"),

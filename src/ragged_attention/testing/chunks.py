@@ -73,21 +73,21 @@ def edges_of(lens: list[int]) -> NDArray[np.int32]:
 def of_queries(batch: VarlenBatch | Batch, rows: Any) -> dict[str, Any]:
     """The given rows of those arguments that have one row per query."""
     names = ["q", "key_ranges", "selected", "relative_bias", *(["draft_mask"] if isinstance(batch, Batch) else [])]
-    given = {name: array for name in names if (array := getattr(batch, name)) is not None}
-    if given.get("relative_bias", batch.q).ndim == 2:  # one bias shared by all queries
-        del given["relative_bias"]
-    return {name: array[rows] for name, array in given.items()}
+    arrays = {name: array for name in names if (array := getattr(batch, name)) is not None}
+    if arrays.get("relative_bias", batch.q).ndim == 2:  # one bias shared by all queries
+        del arrays["relative_bias"]
+    return {name: array[rows] for name, array in arrays.items()}
 
 
 def packed(batch: VarlenBatch, chunks: list[Chunk]) -> VarlenBatch:
     """A packed call in which each chunk is a sequence with its own copy of the keys."""
     starts = [keys.start for _, keys, _ in batch.parts()]
     keys = [np.arange(starts[chunk.seq], starts[chunk.seq] + chunk.kv_len) for chunk in chunks]
-    kept = np.concatenate([np.zeros(0, np.int64), *keys])
+    rows = np.concatenate([np.zeros(0, np.int64), *keys])
     return batch.change(
         **of_queries(batch, rows_of(chunks)),
-        k=batch.k[kept],
-        v=batch.v[kept],
+        k=batch.k[rows],
+        v=batch.v[rows],
         cu_q_lens=edges_of([chunk.num_queries for chunk in chunks]),
         cu_kv_lens=edges_of([chunk.kv_len for chunk in chunks]),
         max_q_len=None,
@@ -109,8 +109,8 @@ def paged(batch: VarlenBatch, chunks: list[Chunk], rng: np.random.Generator) -> 
     for seq, ((_, keys, _), start) in enumerate(zip(batch.parts(), edges_of(counts.tolist()), strict=False)):
         tables[seq, : counts[seq]] = order[start : start + counts[seq]]
         position = np.arange(lens[seq])
-        for held, array in zip(pages, (batch.k, batch.v), strict=True):
-            held[tables[seq][position // size], position % size] = array[keys]
+        for target, array in zip(pages, (batch.k, batch.v), strict=True):
+            target[tables[seq][position // size], position % size] = array[keys]
     return Batch(
         **{name: getattr(batch, name) for name in SHARED} | of_queries(batch, rows_of(chunks)),
         cache_dtype=batch.dtype,

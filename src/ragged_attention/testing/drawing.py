@@ -183,7 +183,7 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
     """
     tally = _Tally(check)
 
-    @_given(strategy, examples)
+    @_hypothesis_test(strategy, examples)
     def as_drawn(value: Any) -> None:
         tally.attempt(value)
 
@@ -204,7 +204,7 @@ def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[An
     """The values tried so far, and more if they are few, because Hypothesis draws almost empty values first."""
     values = [*tally.values]
     if len(values) < ATTEMPTS:
-        _given(strategy, ATTEMPTS, start=2)(lambda value: values.append(value))()
+        _hypothesis_test(strategy, ATTEMPTS, start=2)(lambda value: values.append(value))()
     return values
 
 
@@ -213,7 +213,7 @@ def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], e
     attempts = itertools.count(1)
     hopeless = max(ATTEMPTS, examples)  # if the backend declines this many batches and takes none, it will take none
 
-    @_given(strategy, examples - tally.judged, start=1)  # a new seed, to draw new batches
+    @_hypothesis_test(strategy, examples - tally.judged, start=1)  # a new seed, to draw new batches
     def as_taken(drawn_value: tuple[Any, bool]) -> None:
         value, changed = drawn_value
         attempt = next(attempts)
@@ -227,7 +227,7 @@ def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], e
         as_taken()
 
 
-def _given(
+def _hypothesis_test(
     strategy: st.SearchStrategy[Any], examples: int, *, start: int = 0
 ) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Hypothesis's decorators with the settings of the suite.
@@ -235,7 +235,7 @@ def _given(
     `start` is a seed, so that each run draws the same batches and can be repeated. Nightly runs draw other batches each
     time.
     """
-    chosen = settings(
+    configured = settings(
         max_examples=examples,
         deadline=None,
         database=None,
@@ -245,7 +245,7 @@ def _given(
         print_blob=False,
     )
     from_start = seed(start) if examples < PROFILES["nightly"] else lambda function: function
-    return lambda function: from_start(chosen(given(strategy)(function)))  # type: ignore[return-value]
+    return lambda function: from_start(configured(given(strategy)(function)))  # type: ignore[return-value]
 
 
 class _Tally:
@@ -297,7 +297,7 @@ class Failure:
 
 
 @contextlib.contextmanager
-def _answered_apart() -> Iterator[None]:
+def _separate_answers() -> Iterator[None]:
     """Inside this context, `ANSWERED` has only calls made inside. On exit, the earlier calls are restored as well."""
     before = set(ANSWERED)
     ANSWERED.clear()
@@ -320,7 +320,7 @@ def in_frame(name: str, call: Callable[[], Any]) -> Any:
 def answers(check: Callable[[Any], object], batch: Any) -> bool:
     """Whether the check of this batch called the backend and got an answer; adds a `Failure` to any error."""
     try:
-        with _answered_apart():
+        with _separate_answers():
             in_frame(steering.told(batch), lambda: check(batch))
             return bool(ANSWERED)
     except Exception as error:
@@ -333,7 +333,7 @@ def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
 
     The backend is only asked whether it takes the call. A runner that cannot ask runs it.
     """
-    with _answered_apart():
+    with _separate_answers():
         try:
             with asking():
                 check(value)

@@ -73,8 +73,8 @@ def _cut(batch: Any, names: tuple[str, ...], axis: int = 0) -> Any:
     def cut(value: Any) -> Any:
         return tuple(map(cut, value)) if isinstance(value, tuple) else np.take(value, [], axis)
 
-    given = {name: getattr(batch, name, None) for name in names}
-    return batch.change(**{name: cut(value) for name, value in given.items() if value is not None})
+    arrays = {name: getattr(batch, name, None) for name in names}
+    return batch.change(**{name: cut(value) for name, value in arrays.items() if value is not None})
 
 
 # ---- ragged batches with page tables
@@ -354,10 +354,10 @@ def indexer() -> Cases:
         "nothing at all": lambda batch: _cut(batch, (*OF_TOKENS, "starts", "stops", *PAGES)),
     }
     cases: dict[str, Empty] = {}
-    for name, some in {"numbers": spec, "bytes": pages}.items():
-        for check, build in ((check_logits, some.build), (check_topk, some.build_topk)):
-            found = _ragged(check, build)
-            cases |= {f"{check.__name__[6:]} of {name}, {what}": case for what, case in found.items()}
+    for name, keys_spec in {"numbers": spec, "bytes": pages}.items():
+        for check, build in ((check_logits, keys_spec.build), (check_topk, keys_spec.build_topk)):
+            ragged_cases = _ragged(check, build)
+            cases |= {f"{check.__name__[6:]} of {name}, {what}": case for what, case in ragged_cases.items()}
     for what, empty in without.items():
         cases[f"logits of packed keys, {what}"] = check_logits, lambda empty=empty: empty(keys.build())
         cases[f"topk of packed keys, {what}"] = check_topk, lambda empty=empty: empty(keys.build_topk())
@@ -387,8 +387,8 @@ def blocks() -> Cases:
     cases: dict[str, Empty] = {}
     for check in (check_scores, check_selected):
         for name, spec in paged.items():
-            found = _ragged(check, spec.build)
-            cases |= {f"{check.__name__[6:]} of {name}, {what}": case for what, case in found.items()}
+            ragged_cases = _ragged(check, spec.build)
+            cases |= {f"{check.__name__[6:]} of {name}, {what}": case for what, case in ragged_cases.items()}
         for what, empty in without.items():
             cases[f"{check.__name__[6:]} of packed keys, {what}"] = check, lambda empty=empty: empty(packed.build())
     for name, top_k in {"no tokens": TopKSpec(tokens=0), "no blocks": TopKSpec(blocks=0, local_blocks=1)}.items():

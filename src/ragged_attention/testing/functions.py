@@ -123,18 +123,18 @@ class Command:
             np.savez(places["input"], **dict(_entries({"operation": self.operation, **arguments})))
             words = [_filled(word, {**places, "operation": self.operation}) for word in self.words]
             try:
-                ended = subprocess.run(words, capture_output=True, text=True, timeout=self.timeout, check=False)
+                process = subprocess.run(words, capture_output=True, text=True, timeout=self.timeout, check=False)
             except subprocess.TimeoutExpired:
                 raise AssertionError(f"expected the command to end within {self.timeout:g} s") from None
-            said = ended.stderr.strip()[-2000:]
-            if ended.returncode == DECLINED_STATUS:
-                raise Unsupported(said or f"exit status {DECLINED_STATUS}")
-            if ended.returncode:
-                raise AssertionError(f"expected exit status 0, got {ended.returncode}: {said}")
+            message = process.stderr.strip()[-2000:]
+            if process.returncode == DECLINED_STATUS:
+                raise Unsupported(message or f"exit status {DECLINED_STATUS}")
+            if process.returncode:
+                raise AssertionError(f"expected exit status 0, got {process.returncode}: {message}")
             if not Path(places["output"]).is_file():
-                raise AssertionError(f"expected the command to write {{output}}, got no file: {said}")
-            with np.load(places["output"]) as found:
-                return self._results(dict(found))
+                raise AssertionError(f"expected the command to write {{output}}, got no file: {message}")
+            with np.load(places["output"]) as entries:
+                return self._results(dict(entries))
 
     def _results(self, found: Mapping[str, NDArray[Any]]) -> Any:
         names = RESULTS.get(self.operation, ("out",))
@@ -298,11 +298,11 @@ class FunctionRunner(Runner):
             raise Declined(reason)
         if ASKED.get():
             raise Taken
-        given = {name: self._bring(batch, name, arguments[name]) for name in names if name in arguments}
-        given |= {name: value for name, value in extra.items() if name in names}
+        passed = {name: self._bring(batch, name, arguments[name]) for name in names if name in arguments}
+        passed |= {name: value for name, value in extra.items() if name in names}
 
-        def call(**given: Any) -> Any:
-            result = function(**given)
+        def call(**passed: Any) -> Any:
+            result = function(**passed)
             if through is not None:
                 self._expect_differentiable(result, extra)
             return self._completed(batch, result, record, extra)
@@ -310,15 +310,15 @@ class FunctionRunner(Runner):
         try:
             with self.front.careful():
                 if through is not None:
-                    result = through(call, given)
+                    result = through(call, passed)
                 elif (written := written_by(operation)) is not None:
-                    result = function(**given)
+                    result = function(**passed)
                     *others, pages = result if CALLS[operation].NUM_RESULTS else (result,)
-                    pages = given[written] if pages is None else pages
+                    pages = passed[written] if pages is None else pages
                     arrays = [*others, *(pages if isinstance(pages, tuple | list) else [pages])]
                     result = [*map(self.front.take_back, arrays)]
                 else:
-                    result = call(**given)
+                    result = call(**passed)
         except (Unsupported, NotImplementedError) as refusal:
             raise Declined(str(refusal) or type(refusal).__name__) from None
         ANSWERED.add((operation, self.backend))

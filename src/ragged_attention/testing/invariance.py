@@ -37,8 +37,8 @@ def wider(table: NDArray[np.int32]) -> NDArray[np.int32]:
 
 def ragged_alone(batch: Batch) -> Iterator[tuple[Batch, tuple[Any, ...]]]:
     for seq, (start, stop) in enumerate(batch.bounds()):
-        own, rows = batch.alone(seq), slice(start, stop)
-        yield own.change(page_indices=wider(own.page_indices)), (rows, rows)
+        part, rows = batch.alone(seq), slice(start, stop)
+        yield part.change(page_indices=wider(part.page_indices)), (rows, rows)
 
 
 def heads_first_alone(batch: PagedBatch) -> Iterator[tuple[PagedBatch, tuple[Any, ...]]]:
@@ -59,8 +59,8 @@ def tokens_alone(batch: PrefillBatch) -> Iterator[tuple[PrefillBatch, tuple[Any,
     lens = batch.topk_lens
     for token in range(len(batch.q)):
         row = slice(token, token + 1)
-        own = {"q": batch.q[row], "indices": batch.indices[row], "topk_lens": None if lens is None else lens[row]}
-        yield batch.change(**own), (row, row, row)
+        arrays = {"q": batch.q[row], "indices": batch.indices[row], "topk_lens": None if lens is None else lens[row]}
+        yield batch.change(**arrays), (row, row, row)
 
 
 def packed_alone(batch: VarlenBatch) -> Iterator[tuple[VarlenBatch, tuple[Any, ...]]]:
@@ -76,10 +76,10 @@ def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any]
         batch = spec.build()
         with use_backend(batch_invariant=True):
             whole = results(runner.run(operation, batch, **keywords))
-            for number, (own, places) in enumerate(alone(batch)):
-                found = results(runner.run(operation, own, **keywords))
-                for index, (one, all_of_them, place) in enumerate(zip(found, whole, places, strict=True)):
-                    identical(one, all_of_them[place], f"result {index} of number {number}")
+            for number, (part, places) in enumerate(alone(batch)):
+                got = results(runner.run(operation, part, **keywords))
+                for index, (result, whole_result, place) in enumerate(zip(got, whole, places, strict=True)):
+                    identical(result, whole_result[place], f"result {index} of number {number}")
 
     return check
 
@@ -93,16 +93,16 @@ def serves_what_is_trained(runner: Runner, spec: VarlenSpec) -> None:
     with use_backend(batch_invariant=True):
         whole = results(runner.run("varlen_attention", batch, return_lse=True))
         pieces = chunks.chunks_of(batch, rng)
-        for some in (pieces, [piece for piece in pieces if piece.num_queries == 1]):
+        for group in (pieces, [piece for piece in pieces if piece.num_queries == 1]):
             for name, call in (
-                ("ragged_paged_attention", chunks.paged(batch, some, rng)),
-                ("varlen_attention", chunks.packed(batch, some)),
+                ("ragged_paged_attention", chunks.paged(batch, group, rng)),
+                ("varlen_attention", chunks.packed(batch, group)),
             ):
-                found = results(runner.run(name, call, return_lse=True))
-                for index, (one, of_all) in enumerate(zip(found, whole, strict=True)):
-                    want = of_all[chunks.rows_of(some)]
-                    identical(one, want, f"result {index} of {name}")
-                    identical(np.signbit(one), np.signbit(want), f"signs of result {index} of {name}")
+                got = results(runner.run(name, call, return_lse=True))
+                for index, (result, whole_result) in enumerate(zip(got, whole, strict=True)):
+                    want = whole_result[chunks.rows_of(group)]
+                    identical(result, want, f"result {index} of {name}")
+                    identical(np.signbit(result), np.signbit(want), f"signs of result {index} of {name}")
 
 
 def asking_changes_no_bit(runner: Runner, spec: VarlenSpec) -> None:
@@ -113,13 +113,15 @@ def asking_changes_no_bit(runner: Runner, spec: VarlenSpec) -> None:
     with use_backend(batch_invariant=True):
         plain = runner.run("varlen_attention", batch, return_lse=True)
         *whole, largest = runner.run("varlen_attention", batch, return_lse=True, return_max_logits=True)
-        for one, want in zip(whole, plain, strict=True):
-            identical(one, want, "a result beside the largest logits")
-        found = np.full_like(largest, -np.inf)
+        for result, want in zip(whole, plain, strict=True):
+            identical(result, want, "a result beside the largest logits")
+        largest_of_chunks = np.full_like(largest, -np.inf)
         for piece in chunks.chunks_of(batch, rng):
             call = chunks.paged(batch, [piece], rng)
-            found = np.maximum(found, runner.run("ragged_paged_attention", call, return_max_logits=True)[-1])
-        identical(found, largest, "the largest logits of chunks")
+            largest_of_chunks = np.maximum(
+                largest_of_chunks, runner.run("ragged_paged_attention", call, return_max_logits=True)[-1]
+            )
+        identical(largest_of_chunks, largest, "the largest logits of chunks")
 
 
 def may_come_in_chunks(runner: Runner, spec: Spec) -> None:
@@ -129,9 +131,9 @@ def may_come_in_chunks(runner: Runner, spec: Spec) -> None:
     with use_backend(batch_invariant=True):
         whole = results(runner.run("ragged_paged_attention", batch, return_lse=True))
         for rows, part in chunks.parts_of(batch, np.random.default_rng(spec.seed)):
-            found = results(runner.run("ragged_paged_attention", part, return_lse=True))
-            for index, (one, of_all) in enumerate(zip(found, whole, strict=True)):
-                identical(one, of_all[rows], f"result {index} of the queries {rows.start} to {rows.stop}")
+            got = results(runner.run("ragged_paged_attention", part, return_lse=True))
+            for index, (result, whole_result) in enumerate(zip(got, whole, strict=True)):
+                identical(result, whole_result[rows], f"result {index} of the queries {rows.start} to {rows.stop}")
 
 
 def results(given: Any) -> tuple[Any, ...]:

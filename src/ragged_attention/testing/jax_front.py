@@ -48,10 +48,10 @@ def once(array: jax.Array, axis: int) -> jax.Array:
 
 def take_back(array: jax.Array) -> NDArray[Any]:
     """A NumPy array with floats as float32 and 8-bit floats as their bits; integers stay unchanged."""
-    held = np.array(array)
-    if is_bits(held.dtype):
-        return held.view(np.uint8)
-    return held.astype(np.float32) if jnp.issubdtype(held.dtype, jnp.floating) else held
+    values = np.array(array)
+    if is_bits(values.dtype):
+        return values.view(np.uint8)
+    return values.astype(np.float32) if jnp.issubdtype(values.dtype, jnp.floating) else values
 
 
 @contextlib.contextmanager
@@ -65,8 +65,8 @@ def differentiate(
 ) -> tuple[Any, list[jax.Array]]:
     """A function's results, and the gradients of its out and lse with respect to the named arguments."""
 
-    def of(*given: jax.Array) -> Any:
-        return function(**arguments | dict(zip(names, given, strict=True)))
+    def of(*arrays: jax.Array) -> Any:
+        return function(**arguments | dict(zip(names, arrays, strict=True)))
 
     results, transposed = jax.vjp(of, *(arguments[name] for name in names))
     if not isinstance(results, tuple):
@@ -84,10 +84,10 @@ def write(
     Returns the other results, then the updated arrays with their scale pages.
     """
     del num_results
-    given = written_arrays(arguments, name)
-    before = [take_back(pages) for pages in given]
+    originals = written_arrays(arguments, name)
+    before = [take_back(pages) for pages in originals]
     results = leaves(function(**arguments))
-    for pages, old in zip(given, before, strict=True):
+    for pages, old in zip(originals, before, strict=True):
         now = take_back(pages)
         if not np.array_equal(now, old, equal_nan=old.dtype.kind == "f"):
             raise AssertionError(f"{name}: expected the arrays given to stay as they were, got other values")

@@ -346,13 +346,13 @@ def judge(
     )  # fmt: skip
     if reason := runner.absent():
         raise InvalidInput(reason)
-    asked = [check for check in checks() if only in str(check)]
-    if not asked:
+    selected_checks = [check for check in checks() if only in str(check)]
+    if not selected_checks:
         raise InvalidInput(f"expected only to be a part of a check's name, such as 'corner: ' or 'law: ', got {only!r}")
     absent: set[str] = set()
     verdicts = [
         verdict_of(where, _noting(check, absent), examples or examples_of())
-        for check in asked
+        for check in selected_checks
         if (memory or check.kind != "memory") and _concerns(runner, check)
         for where in (_guarded(runner) if check.kind == "memory" else (runner,))
     ]
@@ -373,10 +373,10 @@ def _expect_known(
     """Raise InvalidInput for a misspelt limit, or one of the wrong type, because it would decline every batch."""
     arguments = sorted({name for operation in functions for name in (*CALLS[operation].KINDS, "return_lse")})
     known = {"features": (features, arguments), "dtypes": (dtypes, FLOATS), "declines": (declines, UNPROMISED)}
-    for name, (given, names) in known.items():
-        if isinstance(given, str):
-            raise InvalidInput(f"expected {name} to be a list, such as [{given!r}], got {given!r}")
-        for each in given or ():
+    for name, (limit, names) in known.items():
+        if isinstance(limit, str):
+            raise InvalidInput(f"expected {name} to be a list, such as [{limit!r}], got {limit!r}")
+        for each in limit or ():
             if each not in names and not (name == "declines" and callable(each)):
                 raise InvalidInput(f"expected {name} to be of {', '.join(names)}, got {each!r}")
     for name, sizes in (("page_sizes", page_sizes), ("head_dims", head_dims)):
@@ -386,24 +386,24 @@ def _expect_known(
 
 def _functions(kernel: Any, family: str, timeout: float) -> dict[str, Callable[..., Any]]:
     if isinstance(kernel, Mapping):
-        names, found = tuple(kernel), dict(kernel)
+        names, functions = tuple(kernel), dict(kernel)
     else:
         names = FAMILIES.get(family, (family,))
         if not callable(kernel):
             _expect_command(kernel)
-            found = {name: Command(tuple(kernel), name, timeout) for name in names}
+            functions = {name: Command(tuple(kernel), name, timeout) for name in names}
         elif len(names) > 1:
             raise InvalidInput(f"expected a mapping of operations to functions for the family {family}, got a function")
         else:
-            found = dict.fromkeys(names, kernel)
+            functions = dict.fromkeys(names, kernel)
     if unknown := [name for name in names if name not in CALLS]:
         close = difflib.get_close_matches(unknown[0], [*CALLS, *FAMILIES], 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise InvalidInput(f"expected an operation or one of {', '.join(FAMILIES)}, got {unknown[0]!r}{hint}")
-    for name, function in found.items():
+    for name, function in functions.items():
         if names := positional_only(function):
             raise InvalidInput(f"{name}: expected parameters that can be given by keyword, but {names[0]} cannot")
-    return found
+    return functions
 
 
 def _expect_command(kernel: Any) -> None:
@@ -420,7 +420,7 @@ def _name(kernel: Any, family: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Asked(Runner):
+class _OperationRecorder(Runner):
     """A runner without a backend, which records the operations that a check calls first."""
 
     asked: list[str] = dataclasses.field(default_factory=list)
@@ -451,10 +451,10 @@ def _first_operation(check: Check) -> str:
     """The operation that a check calls first, cached for the process; "" if it is unknown."""
     name = str(check)
     if name not in FIRST:
-        asked = _Asked(framework="numpy", backend="")
+        recorder = _OperationRecorder(framework="numpy", backend="")
         with contextlib.suppress(Declined):
-            check.run(asked, 1)
-        FIRST[name] = asked.asked[0] if asked.asked else ""
+            check.run(recorder, 1)
+        FIRST[name] = recorder.asked[0] if recorder.asked else ""
     return FIRST[name]
 
 

@@ -31,9 +31,9 @@ FAMILIES = {
 
 def check(runner: Runner, batch: Any) -> None:
     """A batch's results with enlarged queries agree with the reference, within what float32 logits allow."""
-    if (found := enlarged(batch)) is None:
+    if (large_and_logit := enlarged(batch)) is None:
         return
-    large, largest = found
+    large, largest = large_and_logit
     of_logits = ERROR * largest
     rounding = 2 * of_logits * large.mean_magnitudes() + allowance(runner, large)
     expect_alike(results(runner, large, {}), expected(large), large, rounding, of_logits)

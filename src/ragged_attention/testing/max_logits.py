@@ -125,8 +125,8 @@ def a_visible_nan_shows(runner: Runner, spec: Any) -> None:
     sees = ~(batch.fully_masked_heads() if isinstance(batch, VarlenBatch) else batch.fully_masked())
     if not sees.any():
         return
-    found = np.argwhere(sees)
-    token, head = found[np.random.default_rng(spec.seed).integers(len(found))]
+    visible = np.argwhere(sees)
+    token, head = visible[np.random.default_rng(spec.seed).integers(len(visible))]
     q, want = batch.q.copy(), max_logits_of(runner, batch).copy()
     q[token, head] = want[head] = np.nan
     agrees(max_logits_of(runner, batch.change(q=q)), want, kind_of(batch), "max_logits with NaN in a query")

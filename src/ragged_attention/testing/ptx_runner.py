@@ -130,19 +130,19 @@ def _jax_launcher() -> Any:
             self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, arguments: dict[str, Any]
         ) -> list[Any]:
             options = {name: arguments.pop(name) for name in front.OPTIONS}
-            given = [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
+            inplace_shapes = [jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace]
 
             def host(*arrays: Any) -> list[Any]:
-                held = [np.array(array) for array in arrays]
+                copies = [np.array(array) for array in arrays]
                 results = [np.empty(shape.shape, shape.dtype) for shape in new]
                 for array in results:
                     self.emulator.forget(array)
-                results += [held[index] for index in inplace]
+                results += [copies[index] for index in inplace]
                 with interpreting():  # XLA may run independent callbacks in parallel
-                    _run(self.emulator, self.notice, kernel, grid, [*held, *results], arguments | options)
+                    _run(self.emulator, self.notice, kernel, grid, [*copies, *results], arguments | options)
                 return results
 
-            return list(jax.pure_callback(host, [*new, *given], *inputs, vmap_method="sequential"))
+            return list(jax.pure_callback(host, [*new, *inplace_shapes], *inputs, vmap_method="sequential"))
 
     return EmulatedLauncher
 

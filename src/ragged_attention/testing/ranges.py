@@ -26,17 +26,17 @@ def ranges_of(
         return None
     cu_q_lens = np.cumsum([0, *(q_len for q_len, _ in lens)], dtype=np.int32)
     kv_lens = np.array([kv_len for _, kv_len in lens], np.int32)
-    made = _of_models(rng, kind, cu_q_lens, kv_lens, tokens)
-    if made is None:
+    ranges = _of_models(rng, kind, cu_q_lens, kv_lens, tokens)
+    if ranges is None:
         count = {"one": 1, "few": int(rng.integers(2, 4)), "many": MAX_KEY_RANGES}.get(kind)
-        made = np.zeros((tokens, count or int(rng.integers(1, MAX_KEY_RANGES + 1)), 2), np.int32)
+        ranges = np.zeros((tokens, count or int(rng.integers(1, MAX_KEY_RANGES + 1)), 2), np.int32)
         for start, (q_len, kv_len) in zip(cu_q_lens, lens, strict=False):
-            shape = q_len, *made.shape[1:]
-            own = anything(rng, shape, kv_len + 3) if kind == "any" else _within(rng, shape, kv_len)
-            made[start : start + q_len] = own
-    padding = made[cu_q_lens[-1] :]
+            shape = q_len, *ranges.shape[1:]
+            sequence_ranges = anything(rng, shape, kv_len + 3) if kind == "any" else _within(rng, shape, kv_len)
+            ranges[start : start + q_len] = sequence_ranges
+    padding = ranges[cu_q_lens[-1] :]
     padding[...] = anything(rng, padding.shape, 40)
-    return made
+    return ranges
 
 
 def anything(rng: np.random.Generator, shape: tuple[int, ...], near: int) -> Ranges:
@@ -67,5 +67,5 @@ def _of_models(
     }
     if kind not in make:
         return None
-    function, given = make[kind]
-    return function(cu_q_lens, kv_lens, tokens, **given)
+    function, keywords = make[kind]
+    return function(cu_q_lens, kv_lens, tokens, **keywords)

@@ -54,10 +54,10 @@ def grouped(lines: Sequence[Verdict]) -> dict[str, list[Verdict]]:
 
 def details(runner: Any, line: Verdict, options: argparse.Namespace) -> dict[str, str]:
     """The lines to print below a failure, as a mapping of labels to texts."""
-    told = {"error": line.message, "smallest batch": line.batch, "likely causes": "; ".join(line.causes)}
+    texts = {"error": line.message, "smallest batch": line.batch, "likely causes": "; ".join(line.causes)}
     for operation in line.answered:
-        told[f"{options.backend}'s {operation} takes"] = features_of(options.backend, operation)
-    return {name: text for name, text in told.items() if text} | {"repeat": command(runner, line, options)}
+        texts[f"{options.backend}'s {operation} takes"] = features_of(options.backend, operation)
+    return {name: text for name, text in texts.items() if text} | {"repeat": command(runner, line, options)}
 
 
 def features_of(backend: str, operation: str) -> str:
@@ -114,12 +114,12 @@ def folded(lines: Sequence[Verdict]) -> list[Verdict]:
     for line in lines:
         if line.result == "declined":
             reasons.setdefault(first_refusal(line.message), []).append(line)
-    told = [line for line in lines if line.result != "declined"]
+    verdicts = [line for line in lines if line.result != "declined"]
     for reason, same in reasons.items():
         name = f"{len(same)} checks: {reason}" if len(same) > 1 else f"{same[0].check}: {reason}"
-        told.append(Verdict(name, "declined", seconds=sum(line.seconds for line in same)))
-    passed = [line for line in told if line.check.startswith("corner: ") and line.result == "passed"]
-    rest = [line for line in told if line not in passed]
+        verdicts.append(Verdict(name, "declined", seconds=sum(line.seconds for line in same)))
+    passed = [line for line in verdicts if line.check.startswith("corner: ") and line.result == "passed"]
+    rest = [line for line in verdicts if line not in passed]
     if not passed:
         return rest
     name = f"corner: {len(passed)} named batches"

@@ -123,13 +123,13 @@ class Runner:
         result = self._call(operation, batch, options, **keywords)
         if (written := written_by(operation)) is None:
             return self._take_back(result)
-        given, count = batch.arguments(), CALLS[operation].NUM_RESULTS or 0
-        arrays = zip(result[count:], written_arrays(given, written), strict=True)
+        arguments, count = batch.arguments(), CALLS[operation].NUM_RESULTS or 0
+        arrays = zip(result[count:], written_arrays(arguments, written), strict=True)
         stored = [array.view(pages.dtype) for array, pages in arrays]
-        cache = like_pages(given[written], stored)
-        if any(given.get(name) is not None for name in SCALE_PAGES):
-            scales = iter(stored[len(pages_of(given[written])) :])
-            return cache, *(None if given[name] is None else next(scales) for name in SCALE_PAGES)
+        cache = like_pages(arguments[written], stored)
+        if any(arguments.get(name) is not None for name in SCALE_PAGES):
+            scales = iter(stored[len(pages_of(arguments[written])) :])
+            return cache, *(None if arguments[name] is None else next(scales) for name in SCALE_PAGES)
         return (*result[:count], cache) if count else cache
 
     def update(
@@ -157,21 +157,21 @@ class Runner:
             return self.front.differentiate(call, arguments, names, towards["out"], towards["lse"])
 
         # Without a gradient of lse, call `varlen_attention` with return_lse=False, so that this path is tested too.
-        asked = batch.d_lse is not None
-        extra = {"return_lse": asked} if batch.operation == "varlen_attention" else {}
-        results, found = self._call(batch.operation, forward, None, through=differentiate, **extra)
+        with_lse = batch.d_lse is not None
+        extra = {"return_lse": with_lse} if batch.operation == "varlen_attention" else {}
+        results, gradients = self._call(batch.operation, forward, None, through=differentiate, **extra)
         ANSWERED.add((f"{batch.operation}_backward", self.backend))
-        if extra and not asked:
+        if extra and not with_lse:
             results = results, self._call(batch.operation, forward, None, return_lse=True)[1]
         out, lse = (self.front.take_back(results[index]) for index in (0, -1))
-        return Gradients(out, lse, dict(zip(names, map(self.front.take_back, found), strict=True)))
+        return Gradients(out, lse, dict(zip(names, map(self.front.take_back, gradients), strict=True)))
 
     def backward(self, batch: BackwardBatch, *, options: Mapping[str, Any] | None = None) -> dict[str, NDArray[Any]]:
         """The gradients from the backward operation, by the names of their arguments."""
-        found = self._call(f"{batch.forward.OPERATION}_backward", batch, options)
-        given = batch.forward.arguments()
-        names = [name for name in DIFFERENTIABLE if given.get(name) is not None]
-        return dict(zip(names, [self.front.take_back(array) for array in found if array is not None], strict=True))
+        gradients = self._call(f"{batch.forward.OPERATION}_backward", batch, options)
+        arguments = batch.forward.arguments()
+        names = [name for name in DIFFERENTIABLE if arguments.get(name) is not None]
+        return dict(zip(names, [self.front.take_back(array) for array in gradients if array is not None], strict=True))
 
     def schedule(self, batch: ScheduleBatch) -> DecodeSchedule:
         """A schedule from the front end's `make_decode_schedule`, which `mla_decode` accepts."""
@@ -235,8 +235,8 @@ class Runner:
             value = formats.stored(value, dtype)
         strided = batch.strided  # type: ignore[attr-defined]
         layout = batch.layout_of(name) if strided else ""
-        found = self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
-        return self.front.once(found, batch.alike[name]) if name in batch.alike else found
+        array = self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
+        return self.front.once(array, batch.alike[name]) if name in batch.alike else array
 
     def tunables(self, operation: str) -> tuple[str, ...]:
         """The options that the backend takes for an operation; none if it lacks the operation."""
@@ -272,15 +272,15 @@ class Runner:
             return False
         device, sample = self.front.facts(self.device), sample_of(operation)
         kinds = CALLS[operation].KINDS.items()
-        given: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             name: None for name, kind in kinds if getattr(kind, "optional", False) and name not in features
         }
-        if "slot_mapping" in features and "page_indices" in given:  # slots replace the page tables
-            given["slot_mapping"] = FakeArray((sample.num_tokens,), "int32")
+        if "slot_mapping" in features and "page_indices" in arguments:  # slots replace the page tables
+            arguments["slot_mapping"] = FakeArray((sample.num_tokens,), "int32")
 
         def ask(other: Any) -> str | None:
             try:
-                return dispatch.refusal(self.backend, other.call(operation, device, **given))
+                return dispatch.refusal(self.backend, other.call(operation, device, **arguments))
             except (InvalidInput, TypeError) as error:  # the fields contradict each other
                 return str(error)
 

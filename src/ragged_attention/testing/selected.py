@@ -46,10 +46,10 @@ def lists_of(
     heads = 1 if selection.shared else heads
     blocks = [-(-kv_len // selection.size) for _, kv_len in lens]
     length = {"all": max(blocks, default=0), "none": 0}.get(selection.kind, selection.length)
-    made = garbage(rng, (tokens, heads, length), 3 + max(blocks, default=0))
+    lists = garbage(rng, (tokens, heads, length), 3 + max(blocks, default=0))
     start = 0
     for (q_len, kv_len), count in zip(lens, blocks, strict=True):
-        rows = made[start : start + q_len]
+        rows = lists[start : start + q_len]
         if selection.kind == "all":
             rows[...] = rng.permuted(np.broadcast_to(np.arange(length, dtype=np.int32), rows.shape), axis=2)
         elif selection.kind in ("few", "own") and length:
@@ -57,7 +57,7 @@ def lists_of(
             if selection.kind == "own":
                 rows[..., int(rng.integers(length))] = _own_blocks(q_len, kv_len, selection.size)[:, None]
         start += q_len
-    return made
+    return lists
 
 
 def garbage_lists(rng: np.random.Generator) -> Selection | None:

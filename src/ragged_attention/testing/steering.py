@@ -86,10 +86,10 @@ def brief(value: Any) -> str:
 
 def leaves(value: Any, path: Path = ()) -> dict[Path, Any]:
     """The innermost fields of a structure or of a tuple of structures, with their values."""
-    found: dict[Path, Any] = {}
+    fields: dict[Path, Any] = {}
     for name, part in _parts(value):
-        found |= leaves(part, (*path, name))
-    return found or {path: value}
+        fields |= leaves(part, (*path, name))
+    return fields or {path: value}
 
 
 def _parts(value: Any) -> list[tuple[str | int, Any]]:
@@ -134,14 +134,14 @@ def template(reason: str) -> str:
 
 def vocabulary(values: Sequence[Any]) -> dict[Path, list[Any]]:
     """The values to try for each field: the usual ones, then those in the given structures."""
-    found: dict[Path, list[Any]] = {}
+    words: dict[Path, list[Any]] = {}
     for value in values:
         for path, leaf in leaves(value).items():
             if path and path[-1] not in VALUES_ONLY and not isinstance(leaf, Mapping):
-                known = found.setdefault(path, [*USUAL.get(str(path[-1]), ())])
+                known = words.setdefault(path, [*USUAL.get(str(path[-1]), ())])
                 if not any(_equal(leaf, other) for other in known):
                     known.append(leaf)
-    return found
+    return words
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -179,11 +179,13 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
     for base in [plain(value), *([replaced(plain(value), limits)] if limits else [])]:
         if (reason := ask(base)) is None:
             return base
-        if (found := _climb(base, reason, {template(reason), CONTRADICTION}, words, ask, [MOST_QUESTIONS])) is not None:
-            return found
+        if (
+            structure := _climb(base, reason, {template(reason), CONTRADICTION}, words, ask, [MOST_QUESTIONS])
+        ) is not None:
+            return structure
         # Refusals by `dispatch` ("does not ...") concern one field at a time, so changing several at once cannot help.
-        if not reason.startswith("does not") and (found := _together(base, reason, words, ask)) is not None:
-            return found
+        if not reason.startswith("does not") and (structure := _together(base, reason, words, ask)) is not None:
+            return structure
     return None
 
 
@@ -211,16 +213,16 @@ def _climb(base: Any, reason: str, seen: set[str], words: Mapping[Path, Any], as
             return other
         if template(why) not in seen:
             seen.add(template(why))
-            if (found := _climb(other, why, seen, words, ask, left)) is not None:
-                return found
+            if (structure := _climb(other, why, seen, words, ask, left)) is not None:
+                return structure
     return None
 
 
 def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> list[tuple[Path, Any]]:
     """The possible changes of one field; changes that the refusal hints at come first."""
-    now, said = leaves(base), set(re.findall(r"\w+", reason))
-    moves = [(path, new) for path in words if path in now for new in words[path] if not _equal(new, now[path])]
-    return sorted(moves, key=lambda move: -_hints(str(move[0][-1]), move[1], reason, said))
+    fields, words_of_reason = leaves(base), set(re.findall(r"\w+", reason))
+    moves = [(path, new) for path in words if path in fields for new in words[path] if not _equal(new, fields[path])]
+    return sorted(moves, key=lambda move: -_hints(str(move[0][-1]), move[1], reason, words_of_reason))
 
 
 def _hints(name: str, value: Any, reason: str, said: Collection[str]) -> int:
@@ -271,8 +273,8 @@ def learn(values: Sequence[Any], ask: Ask) -> dict[type | tuple[Path, ...], Stee
     for value in values:
         if len(paths := leaves(value)) > 1:
             kinds.setdefault(tuple(paths), []).append(value)
-    found = {kind: _learn(of_kind, ask) for kind, of_kind in kinds.items()}
-    return {kind: steering for kind, steering in found.items() if steering is not None}
+    steerings = {kind: _learn(of_kind, ask) for kind, of_kind in kinds.items()}
+    return {kind: steering for kind, steering in steerings.items() if steering is not None}
 
 
 def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:

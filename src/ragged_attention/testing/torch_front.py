@@ -113,11 +113,11 @@ def differentiate(
     function: Callable[..., Any], arguments: dict[str, Any], names: Sequence[str], d_out: Any, d_lse: Any
 ) -> tuple[Any, list[torch.Tensor]]:
     """A function's results, and the gradients of its out and lse with respect to the named arguments."""
-    given = [arguments[name].detach().requires_grad_() for name in names]
-    results = function(**arguments | dict(zip(names, given, strict=True)))
+    inputs = [arguments[name].detach().requires_grad_() for name in names]
+    results = function(**arguments | dict(zip(names, inputs, strict=True)))
     out, lse = (results[0], results[-1]) if isinstance(results, tuple) else (results, None)
-    asked = [out] if d_lse is None else [out, lse]
-    return results, list(torch.autograd.grad(asked, given, [d_out, d_lse][: len(asked)]))
+    outputs = [out] if d_lse is None else [out, lse]
+    return results, list(torch.autograd.grad(outputs, inputs, [d_out, d_lse][: len(outputs)]))
 
 
 def write(

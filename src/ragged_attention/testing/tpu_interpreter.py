@@ -92,8 +92,8 @@ def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
 def watched(mode: str, cores: int = 1) -> Iterator[None]:
     """Like `interpreting`, but raises AssertionError at the end for a race, a leaked semaphore or an error."""
     jax = importlib.import_module("jax")
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), interpreting(mode, cores):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), interpreting(mode, cores):
         try:
             yield
             # Kernels still run after a call has returned, and must finish before the interpreter's state is reset.
@@ -104,7 +104,7 @@ def watched(mode: str, cores: int = 1) -> Iterator[None]:
             raise AssertionError(f"expected the kernel to run, got {_cause(error)}") from None
         finally:
             importlib.import_module("jax.experimental.pallas.tpu").reset_tpu_interpret_mode_state()
-    printed = said.getvalue()
+    printed = output.getvalue()
     if any(fault in printed for fault in PRINTED_FAULTS):
         raise AssertionError(f"expected no race and every copy waited for once, got {printed.strip()[:1000]}")
 
@@ -142,12 +142,12 @@ class InterpretedRunner(Runner):
 
 def runners(backend: str, device: str | None) -> list[InterpretedRunner]:
     """A runner for each mode, if the backend can run in the interpreter here."""
-    found = [InterpretedRunner(backend=backend, mode=mode) for mode in MODES] if device in (None, "cpu") else []
-    return [runner for runner in found if runner.absent() is None]
+    candidates = [InterpretedRunner(backend=backend, mode=mode) for mode in MODES] if device in (None, "cpu") else []
+    return [runner for runner in candidates if runner.absent() is None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Asked(Runner):
+class _OperationRecorder(Runner):
     """A runner without a backend, which records the operations that a check calls first."""
 
     asked: list[str] = dataclasses.field(default_factory=list)
@@ -162,7 +162,7 @@ class _Asked(Runner):
 
 def operation_of(check: Check) -> str | None:
     """The operation that a check calls first."""
-    runner = _Asked(framework="jax", backend="pallas")
+    runner = _OperationRecorder(framework="jax", backend="pallas")
     with contextlib.suppress(Declined):
         check.run(runner, 1)
     return runner.asked[0] if runner.asked else None

@@ -66,12 +66,12 @@ def _drop_overflow(builder: Any) -> None:
 
 
 def _look_up_once(interpreter: Any) -> None:
-    look_up, found = interpreter._get_np_dtype, {}
+    look_up, dtypes = interpreter._get_np_dtype, {}
 
     def look_up_once(dtype: Any) -> Any:
         name = dtype.scalar.name  # dtypes of blocks have no hash
-        if name not in found:
-            found[name] = look_up(dtype)
-        return found[name]
+        if name not in dtypes:
+            dtypes[name] = look_up(dtype)
+        return dtypes[name]
 
     interpreter._get_np_dtype = look_up_once

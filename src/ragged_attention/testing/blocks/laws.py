@@ -100,9 +100,9 @@ def heads_do_not_mix(runner: Runner, spec: BlocksSpec) -> None:
     scores, chosen = runner.run("block_scores", batch.scores_call()), runner.run("select_blocks", batch)
     group = batch.q.shape[1] // batch.keys.shape[-2]
     for head in range(batch.keys.shape[-2]):
-        heads, own = slice(head * group, (head + 1) * group), slice(head, head + 1)
-        scale = None if batch.key_scale is None else batch.key_scale[..., own]
-        alone = batch.change(q=batch.q[:, heads], keys=batch.keys[..., own, :], key_scale=scale)
+        heads, key_heads = slice(head * group, (head + 1) * group), slice(head, head + 1)
+        scale = None if batch.key_scale is None else batch.key_scale[..., key_heads]
+        alone = batch.change(q=batch.q[:, heads], keys=batch.keys[..., key_heads, :], key_scale=scale)
         identical(runner.run("block_scores", alone.scores_call()), scores[:, heads], "scores of a head")
         identical(runner.run("select_blocks", alone), chosen[:, heads], "blocks of a head")
 

@@ -66,10 +66,10 @@ class BlocksSpec:
         if self.keys.stored != BYTES:
             fields = {field.name: getattr(of_keys, field.name) for field in dataclasses.fields(of_keys)}
             of_keys = _WithHeads(**fields, key_heads=self.key_heads)
-        made = of_keys.build()
+        keys_batch = of_keys.build()
         names = {field.name for field in dataclasses.fields(KeysBatch)}
         batch = BlocksBatch(
-            **{name: getattr(made, name) for name in names}, block_size=self.block_size, top_k=self.top_k,
+            **{name: getattr(keys_batch, name) for name in names}, block_size=self.block_size, top_k=self.top_k,
             init_blocks=self.init_blocks, local_blocks=self.local_blocks,
         )  # fmt: skip
         batch = batch.with_garbage_tails(self.keys.seed) if self.keys.garbage else batch

@@ -41,21 +41,24 @@ def candidates(batch: Any, form: Form) -> Iterator[Candidate]:
 def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
     """Candidates in which an option has another value or is ignored."""
     if batch.sm_scale is None:
-        yield "the logits are not scaled: sm_scale is head_dim ** -0.5 where it is left out", form.change(scale=1.0)
+        yield "the logits are not scaled: the default of sm_scale is head_dim ** -0.5", form.change(scale=1.0)
         if form.latent:
-            cause = "the logits are scaled by d_v ** -0.5: sm_scale is d_qk ** -0.5 where it is left out"
+            cause = "the logits are scaled by d_v ** -0.5: the default of sm_scale is d_qk ** -0.5"
             yield cause, form.change(scale=form.v.shape[2] ** -0.5)
-    given = batch.arguments()
+    arguments = batch.arguments()
     for name in OPTIONS:
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             yield f"{name} is ignored", batch.change(**{name: None})
-    if given.get("selected") is not None:
+    if arguments.get("selected") is not None:
         yield from other_blocks(batch, form)
-    if given.get("alibi_slopes") is not None:
-        yield "alibi_slopes have the wrong sign: keys further back lose", batch.change(alibi_slopes=-batch.alibi_slopes)
-    if "align" in given:
+    if arguments.get("alibi_slopes") is not None:
+        yield (
+            "alibi_slopes have the wrong sign: keys further back must lose",
+            batch.change(alibi_slopes=-batch.alibi_slopes),
+        )
+    if "align" in arguments:
         other = {"chunk": "end", "end": "chunk"}[batch.align]
-        yield f"align is ignored: the chunk stands as align={other!r} has it", batch.change(align=other)
+        yield f"align is ignored: rows have the positions of align={other!r}", batch.change(align=other)
     yield "exp2 is taken of logits that are not multiplied by log2(e)", form.change(scale=form.scale / LOG2_E)
     yield "exp is taken of logits that are multiplied by log2(e)", form.change(scale=form.scale * LOG2_E)
     if form.soft_cap is not None:
@@ -67,10 +70,10 @@ def other_blocks(batch: Any, form: Form) -> Iterator[Candidate]:
     lists, size = batch.selected, batch.block_size
     yield "selected is ignored", batch.change(selected=None, block_size=None)
     if lists.shape[1] > 1:
-        yield "all KV heads read the list of the first", batch.change(selected=lists[:, :1])
+        yield "all KV heads read the list of the first one", batch.change(selected=lists[:, :1])
     if size > 1:
         yield "entries of selected are read as positions, not as blocks", batch.change(block_size=1)
-    yield "blocks are those of the next entry's number", batch.change(selected=np.where(lists < 0, lists, lists + 1))
+    yield "block numbers are too large by one", batch.change(selected=np.where(lists < 0, lists, lists + 1))
     yield "an entry of -1 is read as block 0", batch.change(selected=np.where(lists == -1, 0, lists))
     ends = np.logical_or.accumulate(lists < 0, axis=2)
     yield "a list ends at its first entry below 0", batch.change(selected=np.where(ends, np.int32(-1), lists))
@@ -89,13 +92,19 @@ def counted(part: Part) -> Part:
 def other_sums(form: Form) -> Iterator[Candidate]:
     """Candidates with other sums of weights."""
     right = attended(form)
-    yield "lse is +inf where no key is seen: it is -inf", {**right, "lse": np.where(empty(right), np.inf, right["lse"])}
+    yield (
+        "lse is +inf where no key is seen: it must be -inf",
+        {**right, "lse": np.where(empty(right), np.inf, right["lse"])},
+    )
     if (form.sinks == -np.inf).all():
         return
-    yield "lse has the sinks in it: it is of the keys alone", {**right, "lse": np.logaddexp(right["lse"], form.sinks)}
+    yield (
+        "lse includes the sinks: it must be of the keys alone",
+        {**right, "lse": np.logaddexp(right["lse"], form.sinks)},
+    )
     largest = np.maximum(right["max_logits"], form.sinks)
-    yield "max_logits has the sinks in it: it is of the keys alone", {**right, "max_logits": largest}
-    yield "sinks are counted twice, as if once for each of two parts", form.change(sinks=form.sinks + np.log(2))
+    yield "max_logits includes the sinks: it must be of the keys alone", {**right, "max_logits": largest}
+    yield "sinks are counted twice, such as once in each of two splits", form.change(sinks=form.sinks + np.log(2))
     if len(form.sinks) > 1:
         yield "every head has the sink of head 0", form.change(sinks=np.full_like(form.sinks, form.sinks[0]))
 
@@ -111,10 +120,13 @@ def other_masks(form: Form) -> Iterator[Candidate]:
         yield "the window is one key too wide", form.change(window=form.window + 1)
         yield "the window is one key too narrow", form.change(window=form.window - 1)
     if form.kind != "lists":
-        yield "the causal mask is wrong: results are those of the other choice", form.change(causal=not form.causal)
+        yield (
+            f"the causal mask is wrong: results are those of causal={not form.causal}",
+            form.change(causal=not form.causal),
+        )
     if form.causal:
         yield (
-            "the causal mask is aligned to the first keys: the last query of a sequence sees its last key",
+            "the causal mask is aligned to the first keys: the last query of a sequence must see its last key",
             form.of_parts(lambda part: part.change(shift=part.q_len - part.kv_len)),
         )
         for cause, shift in (
@@ -129,14 +141,14 @@ def other_heads(form: Form) -> Iterator[Candidate]:
     """Candidates in which query heads read other KV heads."""
     heads, kv_heads = len(form.kv_heads), form.k.shape[1]
     cause = "query heads read the wrong KV head: head h belongs to KV head h // group, not "
-    for told, wrong in (
+    for text, wrong in (
         ("h % num_kv_heads", np.arange(heads) % kv_heads),
         ("h // num_kv_heads", np.minimum(np.arange(heads) // kv_heads, kv_heads - 1)),
         ("h % group", np.minimum(np.arange(heads) % (heads // kv_heads), kv_heads - 1)),
         ("always 0", np.zeros(heads, np.int64)),
     ):
         if not np.array_equal(wrong, form.kv_heads):
-            yield cause + told, form.change(kv_heads=wrong)
+            yield cause + text, form.change(kv_heads=wrong)
 
 
 def other_lengths(form: Form) -> Iterator[Candidate]:
@@ -224,7 +236,7 @@ def other_pages(form: Form) -> Iterator[Candidate]:
     yield "the table is read one entry too far", of_pages(lambda entries, last: np.roll(entries, -1))
     yield "the table is read one entry too early", of_pages(lambda entries, last: np.roll(entries, 1))
     yield "pages that the table lists twice are counted once", form.of_parts(once)
-    yield "a page index outside of the cache is read as page 0", form.of_parts(lambda part: outside(part, size))
+    yield "a page index outside the cache is read as page 0", form.of_parts(lambda part: outside(part, size))
 
 
 def page_0(part: Part, size: int) -> Part:
@@ -260,7 +272,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
             **{name: change(each.indices, each.num_slots) for name, each in zip(names, selections, strict=False)}
         )
 
-    for told, read in (
+    for text, read in (
         ("row 0", lambda index, size: 0 * index),
         ("a row, counted from the last one", lambda index, size: index % max(size, 1)),
         ("the nearest row", lambda index, size: index.clip(0, max(size - 1, 0))),
@@ -271,7 +283,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
             lambda index, size: index == -1,
         ):
             yield (
-                f"{nothing}read as {told}",
+                f"{nothing}read as {text}",
                 listed(
                     lambda index, size, wrong=wrong, read=read: np.where(wrong(index, size), read(index, size), index)
                 ),
@@ -285,7 +297,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
         ),
     )
     yield (
-        "all KV heads or queries read the list of the first",
+        "all KV heads or queries read the list of the first one",
         listed(lambda index, size: np.broadcast_to(index[:, :1], index.shape)),
     )
     firsts = {
@@ -301,7 +313,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
     yield "the extra cache is ignored", batch.change(**none)
     yield "only the extra cache is read", batch.change(topk_lens=np.zeros(batch.num_seqs, np.int32))
     if batch.topk_lens is not None and batch.extra_topk_lens is not None:
-        cause = "the lists of one cache are as long as the lengths of the other say"
+        cause = "the lists of one cache have the lengths of the other cache's lists"
         yield cause, batch.change(extra_topk_lens=batch.topk_lens)
         yield cause, batch.change(topk_lens=batch.extra_topk_lens)
     first = form.sizes[0]
@@ -317,9 +329,9 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
 def other_edges(batch: Any, form: Form) -> Iterator[Candidate]:
     """Candidates in which packed sequences have other keys."""
     last = form.sizes[0] - 1
-    for told, step in (("early", -1), ("late", 1)):
+    for text, step in (("early", -1), ("late", 1)):
         yield (
-            f"the keys of a sequence are read one row too {told}",
+            f"the keys of a sequence are read one row too {text}",
             form.of_parts(
                 lambda part, step=step: part.change(slots=np.where(part.slots + step > last, -1, part.slots + step))
             ),
@@ -328,7 +340,7 @@ def other_edges(batch: Any, form: Form) -> Iterator[Candidate]:
     everything: dict[str, NDArray[np.int32]] = {
         name: np.array([0, len(rows)], np.int32) for name, rows in (("cu_q_lens", batch.q), ("cu_kv_lens", batch.k))
     }
-    yield "sequences are not kept apart: queries see the keys of all", batch.change(**everything)
+    yield "sequences are not kept apart: queries see the keys of all sequences", batch.change(**everything)
 
 
 def other_columns(form: Form) -> Iterator[Candidate]:
@@ -336,7 +348,7 @@ def other_columns(form: Form) -> Iterator[Candidate]:
     width, d_v = form.k.shape[2], form.v.shape[2]
     if d_v < width:
         yield "values are the last columns of a row, not the first", form.change(v=form.k[..., width - d_v :])
-        cause = "the columns behind d_v, such as the rotary ones, are left out of the logits"
+        cause = "the columns after d_v, such as the rotary ones, are left out of the logits"
         yield cause, form.change(q=np.where(np.arange(width) < d_v, form.q, 0.0))
 
 

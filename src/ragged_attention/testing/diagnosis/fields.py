@@ -24,7 +24,7 @@ def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]
         yield f"it fails only with {' and '.join(f'{path[-1]}={now[path]!r}' for path in needed)}"
     lengths = [*of_lengths(value, passes)]
     yield from lengths
-    features = [{path: plain[path] for path in changed if path[-1] not in kept} for kept in ((), SIZES)]
+    features = [{path: plain[path] for path in changed if path[-1] not in unchanged} for unchanged in ((), SIZES)]
     answers = [passes(steering.replaced(value, changes)) for changes in features]
     if not needed and not lengths and next((answer for answer in answers if answer is not None), None) is False:
         yield WHATEVER

@@ -97,9 +97,9 @@ class Form:
         seen = np.zeros((part.q_len, part.kv_len), bool)
         stop = max(part.kv_len + part.shift, 0)
         valid = np.pad(inside, (0, max(stop - len(inside), 0)))[:stop]
-        found = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
-        found = found[:, : part.kv_len]
-        seen[:, : found.shape[1]] = found
+        seen_to_stop = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
+        seen_to_stop = seen_to_stop[:, : part.kv_len]
+        seen[:, : seen_to_stop.shape[1]] = seen_to_stop
         if not self.causal and part.drafted is None and part.ranges is None:  # a window hides no key after all queries
             seen[:, stop:] = inside[stop : part.kv_len]
         return seen if part.lists is None else seen & named(*part.lists, part.kv_len)[0]
@@ -129,8 +129,8 @@ def attended(form: Form) -> Results:
                 with np.errstate(divide="ignore"):
                     logits = logits + np.log(part.times[used])
             logits = np.where(seen[:, None, used], logits, -np.inf)
-            found = softmax(logits.reshape(-1, len(used)), form.v[part.slots[used], kv_head])
-            for array, each in zip((out, top, lse), found, strict=True):
+            results = softmax(logits.reshape(-1, len(used)), form.v[part.slots[used], kv_head])
+            for array, each in zip((out, top, lse), results, strict=True):
                 array[place] = each.reshape(array[place].shape)
     return {"out": out * share_of_keys(lse, form.sinks)[..., None], "max_logits": top, "lse": lse}
 
@@ -179,11 +179,11 @@ def _ragged(batch: PagedBatch | ChunkBatch) -> Batch:
     if isinstance(batch, PagedBatch):
         edges = np.arange(len(batch.q) + 1, dtype=np.int32)
         return Batch(**common, kv_lens=batch.lengths, page_indices=batch.page_indices, cu_q_lens=edges)
-    held = min(int(np.asarray(batch.length).reshape(())), len(batch.page_indices) * batch.page_size)
-    live = len(batch.q) if batch.align == "end" else batch.change(length=held).live
+    length = min(int(np.asarray(batch.length).reshape(())), len(batch.page_indices) * batch.page_size)
+    live = len(batch.q) if batch.align == "end" else batch.change(length=length).live
     return Batch(
         **common,
-        kv_lens=np.array([held], np.int32),
+        kv_lens=np.array([length], np.int32),
         page_indices=batch.page_indices[None],
         cu_q_lens=np.array([0, live], np.int32),
         sliding_window=batch.sliding_window,

@@ -71,12 +71,12 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
             elif each is not clean and not form.finite():
                 yield NAN
             else:
-                found = list(of_numbers(got, want, each, form, rounding))
-                if not found and not runner.rounded_weights and alike(got, want, each, of_batch(each)):
-                    found = [ROUNDED]
-                elif not found and nearly(got, want, each):
-                    found = [IMPRECISE]
-                yield from found
+                causes = list(of_numbers(got, want, each, form, rounding))
+                if not causes and not runner.rounded_weights and alike(got, want, each, of_batch(each)):
+                    causes = [ROUNDED]
+                elif not causes and nearly(got, want, each):
+                    causes = [IMPRECISE]
+                yield from causes
                 if form.finite():
                     yield from of_unseen(runner, each, form, options)
                     yield from of_order(runner, each, form, options)
@@ -100,16 +100,16 @@ def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Al
         yield OF_NO_KEYS
         return
     of_all, of_out = matching(got, want, batch, candidates(batch, form), rounding)
-    found = of_all or of_out
-    yield from found
+    causes = of_all or of_out
+    yield from causes
     nan = any(np.isnan(array).any() and not np.isnan(want[name]).any() for name, array in got.items())
-    if nan and not found:
+    if nan and not causes:
         yield FULL_SINK if _of_full_sinks(got, form) else OVERFLOW if _overflow(form) else FINITE
     if nan or of_all:
         return
     for name, array in got.items():
         yield from of_scale(name, array.astype(np.float64), want[name])
-    if not found:
+    if not causes:
         yield from matching(got, want, batch, single_keys(form), rounding)[0][:1]
 
 
@@ -159,11 +159,11 @@ def matching(
         return of_all, of_out
     wrong = not alike({"out": got["out"]}, want, batch, rounding)
     for cause, other in others:
-        given = computed(other)
-        these = without_nan(got, given)
-        if alike(these, given, batch, rounding):
+        expected_results = computed(other)
+        these = without_nan(got, expected_results)
+        if alike(these, expected_results, batch, rounding):
             of_all.append(cause)
-        elif wrong and alike({"out": these["out"]}, given, batch, rounding):
+        elif wrong and alike({"out": these["out"]}, expected_results, batch, rounding):
             of_out.append(cause)
     return of_all, of_out
 
@@ -240,17 +240,17 @@ def towards(form: Form, *, last: bool) -> NDArray[np.float64] | None:
         if (size == 0).any():
             return None
         new[np.ix_(rows, heads)] = keys * LARGE / size
-    turned = form.change(q=new)
+    changed = form.change(q=new)
     for part in form.parts:
         seen = form.seen(part)
         if not seen.any():
             continue
         used = np.flatnonzero(seen.any(axis=0))
-        shown = seen[:, None, used]
-        for _, logits, _ in logits_of_parts(turned, part, used):
-            masked = np.where(shown, logits, -np.inf)
-            best = np.flip(masked, axis=2).argmax(axis=2) if last else masked.argmax(axis=2)
-            own = (np.flip(shown, axis=2) if last else shown).argmax(axis=2)
-            if (best != own)[seen.any(axis=1)].any():
+        visible = seen[:, None, used]
+        for _, logits, _ in logits_of_parts(changed, part, used):
+            masked = np.where(visible, logits, -np.inf)
+            best_key = np.flip(masked, axis=2).argmax(axis=2) if last else masked.argmax(axis=2)
+            target = (np.flip(visible, axis=2) if last else visible).argmax(axis=2)
+            if (best_key != target)[seen.any(axis=1)].any():
                 return None
     return new

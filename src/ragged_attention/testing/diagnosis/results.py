@@ -84,10 +84,10 @@ def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
     batch = batch.change(alike={})
 
     def taken(cache: NDArray[Any], format: str = "plain", start: int = 0) -> NDArray[Any]:
-        own = order[start : start + cache.shape[0] * cache.shape[1]] - start
-        if (order[start : start + len(own)] < 0).all():
+        slots = order[start : start + cache.shape[0] * cache.shape[1]] - start
+        if (order[start : start + len(slots)] < 0).all():
             return np.zeros_like(cache)
-        return latents.repaged(cache, format, own, cache.shape[1])
+        return latents.repaged(cache, format, slots, cache.shape[1])
 
     if isinstance(batch, VarlenBatch):
         return batch.change(**{name: taken(getattr(batch, name)[:, None])[:, 0] for name in ("k", "v")})
@@ -114,11 +114,11 @@ def with_other_values(batch: Any, form: Form, where: NDArray[np.bool_], seed: in
     rng, order, start = np.random.default_rng(seed), np.arange(len(where)), 0
     read, sizes = form.read(), form.sizes
     for size in sizes:
-        own = slice(start, start + size)
-        if (sources := np.flatnonzero(read[own])).size:
-            order[own] = np.where(where[own], start + rng.choice(sources, size), order[own])
-        elif where[own].all():
-            order[own] = -1
+        slots = slice(start, start + size)
+        if (sources := np.flatnonzero(read[slots])).size:
+            order[slots] = np.where(where[slots], start + rng.choice(sources, size), order[slots])
+        elif where[slots].all():
+            order[slots] = -1
         start += size
     return moved(batch, order, sizes)
 

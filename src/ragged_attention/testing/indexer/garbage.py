@@ -110,8 +110,8 @@ def _logits_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> N
     if rng.random() < 0.5:
         spec = dataclasses.replace(spec, relative=False, listed=int(rng.choice([1, 5, 20])))
     batch = LogitsGradientSpec(of=spec).build()
-    found = runner.run("indexer_logits_backward", batch.change(**wild_arrays(rng, batch)), options=options)
-    if not all(np.isfinite(array).all() for array in found):
+    gradients = runner.run("indexer_logits_backward", batch.change(**wild_arrays(rng, batch)), options=options)
+    if not all(np.isfinite(array).all() for array in gradients):
         raise AssertionError("expected finite gradients from finite inputs, got others")
 
 

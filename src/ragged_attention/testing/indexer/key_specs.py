@@ -126,8 +126,8 @@ class WriteKeysSpec:
     slots: str = "int32"
 
     def build(self) -> WriteKeysBatch:
-        given = self.keys.build()
-        rng, count = np.random.default_rng(self.keys.seed + 1), len(given.k)
+        new_keys = self.keys.build()
+        rng, count = np.random.default_rng(self.keys.seed + 1), len(new_keys.k)
         num_slots = self.num_pages * self.page_size
         slots = rng.permutation(max(count, num_slots))[:count].astype(np.int64)
         outside = garbage(rng, count, 3).astype(np.int64)
@@ -136,10 +136,10 @@ class WriteKeysSpec:
             outside = np.where(rng.random(count) < 0.3, outside << 31, outside)
             outside = np.where((outside >= 0) & (outside < num_slots), -1, outside)
         lost = (slots >= num_slots) | (rng.random(count) < 0.3)
-        k = given.k.copy()
+        k = new_keys.k.copy()
         k[lost] = np.nan
         cache = rng.integers(0, 256, (self.num_pages, self.page_size, 1, k.shape[1] + 4)).astype(np.uint8)
         return WriteKeysBatch(
             k=k, cache=cache, slot_mapping=np.where(lost, outside, slots).astype(self.slots),
-            power_of_two=given.power_of_two, dtype=given.dtype, strided=given.strided,
+            power_of_two=new_keys.power_of_two, dtype=new_keys.dtype, strided=new_keys.strided,
         )  # fmt: skip

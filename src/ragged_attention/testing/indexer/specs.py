@@ -122,15 +122,15 @@ class KeysBatch(Arrays):
         if self.page_indices is None:
             cuts = [slice(0, len(self.q) // 2), slice(len(self.q) // 2, None)]
             ranges = {name: getattr(self, name, None) for name in ("starts", "stops", "indices", "topk_lens")}
-            given = {name: array for name, array in ranges.items() if array is not None}
-            return [part(rows, **{name: array[rows] for name, array in given.items()}) for rows in cuts]
+            row_arrays = {name: array for name, array in ranges.items() if array is not None}
+            return [part(rows, **{name: array[rows] for name, array in row_arrays.items()}) for rows in cuts]
         assert self.kv_lens is not None
-        found = []
+        calls = []
         for seq, (start, stop) in enumerate(self.bounds()):
-            own = {"page_indices": self.page_indices[seq : seq + 1], "kv_lens": self.kv_lens[seq : seq + 1]}
+            tables = {"page_indices": self.page_indices[seq : seq + 1], "kv_lens": self.kv_lens[seq : seq + 1]}
             edges = np.array([0, stop - start], np.int32)
-            found.append(part(slice(start, stop), cu_q_lens=edges, num_seqs=None, **own))
-        return found
+            calls.append(part(slice(start, stop), cu_q_lens=edges, num_seqs=None, **tables))
+        return calls
 
     def poisoned(self) -> Self:
         """The batch with NaN in every key that no query sees, and in every query that sees no key."""
@@ -325,15 +325,15 @@ class IndexerSpec:
         for (q_len, kv_len), first in zip(self.lens, edges.tolist(), strict=False):
             starts += [first] * q_len
             stops += [first + max(kv_len - q_len + row + 1, 0) for row in range(q_len)]
-        found = {"starts": np.array(starts, np.int32), "stops": np.array(stops, np.int32)}
+        ranges = {"starts": np.array(starts, np.int32), "stops": np.array(stops, np.int32)}
         limit = int(edges[-1])
         if self.ranges == "any":
-            found = {name: rng.integers(-2, limit + 3, len(starts), np.int32) for name in found}
+            ranges = {name: rng.integers(-2, limit + 3, len(starts), np.int32) for name in ranges}
         elif self.ranges == "wild":
-            found = {name: garbage(rng, len(starts), limit) for name in found}
+            ranges = {name: garbage(rng, len(starts), limit) for name in ranges}
         if self.listed is not None:
-            return self._keys(rng, (limit,)) | {"indices": self._lists(rng, found["starts"], found["stops"], limit)}
-        return self._keys(rng, (limit,)) | found | {"relative": self.relative, "max_keys": self.max_keys}
+            return self._keys(rng, (limit,)) | {"indices": self._lists(rng, ranges["starts"], ranges["stops"], limit)}
+        return self._keys(rng, (limit,)) | ranges | {"relative": self.relative, "max_keys": self.max_keys}
 
     def _lists(self, rng: np.random.Generator, starts: Any, stops: Any, limit: int) -> NDArray[np.int32]:
         """Lists of packed keys: a random choice from each token's causal range, padded with -1; or any numbers."""

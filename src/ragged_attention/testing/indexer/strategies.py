@@ -68,19 +68,19 @@ def listed_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> Index
 def logits_gradient_specs(draw: st.DrawFn, *, clean: bool = False, **fixed: Any) -> LogitsGradientSpec:
     """Any valid gradient of the logits, over ranges or lists. `fixed` has fields of the forward call."""
     dtype = draw(st.sampled_from(DTYPES))
-    given: dict[str, Any] = {"dtype": dtype, "cache_dtype": None, "special": False, **fixed}
+    fields: dict[str, Any] = {"dtype": dtype, "cache_dtype": None, "special": False, **fixed}
     if draw(st.booleans()):
-        return LogitsGradientSpec(of=draw(listed_specs(clean=clean, **given)))
-    return LogitsGradientSpec(of=draw(indexer_specs(clean=clean, packed=True, ratio=1, **given)))
+        return LogitsGradientSpec(of=draw(listed_specs(clean=clean, **fields)))
+    return LogitsGradientSpec(of=draw(indexer_specs(clean=clean, packed=True, ratio=1, **fields)))
 
 
 @st.composite
 def target_specs(draw: st.DrawFn, *, clean: bool = False) -> TargetSpec:
     """Any valid `attention_target` call, over ranges or lists."""
-    given: dict[str, Any] = {"cache_dtype": None, "special": False, "scaled": False}
-    given |= {"dtype": draw(st.sampled_from(DTYPES)), "head_dim": draw(st.sampled_from([*HEAD_DIMS, 576]))}
+    fields: dict[str, Any] = {"cache_dtype": None, "special": False, "scaled": False}
+    fields |= {"dtype": draw(st.sampled_from(DTYPES)), "head_dim": draw(st.sampled_from([*HEAD_DIMS, 576]))}
     listed = draw(st.booleans())
-    spec = draw(listed_specs(clean=clean, **given) if listed else indexer_specs(clean=clean, packed=True, **given))
+    spec = draw(listed_specs(clean=clean, **fields) if listed else indexer_specs(clean=clean, packed=True, **fields))
     return TargetSpec(
         of=spec,
         sm_scale=draw(st.sampled_from([None, 0.25])) if spec.head_dim <= 48 else None,

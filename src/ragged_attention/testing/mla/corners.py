@@ -396,8 +396,8 @@ def _halfway() -> QuantizeBatch:
     near = np.concatenate([near, -near, [0.0, -0.0]]).astype(np.float32)
     rows = np.full((1, 18, 1, 512), 6.0, np.float32)
     for group in range(32):
-        some = np.resize(np.roll(near, 15 * group), 15)
-        rows[..., 16 * group + 1 : 16 * group + 16] = some
+        values = np.resize(np.roll(near, 15 * group), 15)
+        rows[..., 16 * group + 1 : 16 * group + 16] = values
     return QuantizeBatch(kv=rows * np.ldexp(np.float32(1), np.arange(-9, 9))[:, None, None], format="fp4_v41")
 
 

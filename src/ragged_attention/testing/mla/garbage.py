@@ -156,11 +156,11 @@ def _decode_by_garbage(runner: Runner, seed: int, options: Mapping[str, Any]) ->
     wild = {
         name: garbage(rng, tuple(getattr(made, name).shape), batch.num_seqs + 3) for name in ("parts", "num_splits")
     }
-    given = {
+    arrays = {
         name: runner.front.bring(array, "int32", layout="", place=runner.place, device=runner.device)
         for name, array in wild.items()
     }
-    runner.run("mla_decode", batch, options=options, schedule=dataclasses.replace(made, **given))
+    runner.run("mla_decode", batch, options=options, schedule=dataclasses.replace(made, **arrays))
 
 
 def _ragged(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:

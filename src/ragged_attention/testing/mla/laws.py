@@ -55,8 +55,8 @@ def same_prefill(runner: Runner, batch: PrefillBatch, other: PrefillBatch) -> No
 
 def _each(batch: DecodeBatch | PrefillBatch, names: tuple[str, ...], change: Callable[[Any], Any]) -> dict[str, Any]:
     """The named arrays that the batch has, with `change` applied to each."""
-    given = {name: getattr(batch, name, None) for name in names}
-    return {name: change(value) for name, value in given.items() if value is not None}
+    arrays = {name: getattr(batch, name, None) for name in names}
+    return {name: change(value) for name, value in arrays.items() if value is not None}
 
 
 def _cut(batch: DecodeBatch) -> DecodeBatch:
@@ -72,7 +72,7 @@ def _cut_prefill(batch: PrefillBatch) -> PrefillBatch:
     return batch.change(indices=np.where(batch.selection.selects, batch.indices, np.int32(-1)), topk_lens=None)
 
 
-def _give_nothing(out: NDArray[Any], *logs: NDArray[Any]) -> None:
+def _expect_nothing(out: NDArray[Any], *logs: NDArray[Any]) -> None:
     identical(out, np.zeros_like(out), "out of queries that see no key")
     for log in logs:
         identical(log, np.full_like(log, -np.inf), "the logarithm of queries that see no key")
@@ -84,18 +84,18 @@ def fully_masked_decode(runner: Runner, spec: DecodeSpec) -> None:
     short = _each(batch, ("indices", "extra_indices", "kv_lens"), lambda given: np.zeros(given.shape[:1], np.int32))
     short = {{"indices": "topk_lens", "extra_indices": "extra_topk_lens"}.get(n, n): v for n, v in short.items()}
     for case in (batch.change(**nothing), batch.change(**short)):
-        _give_nothing(*runner.run("mla_decode", case))
+        _expect_nothing(*runner.run("mla_decode", case))
     out, lse = runner.run("mla_decode", batch)
     fully_masked = batch.fully_masked()
-    _give_nothing(out[fully_masked], np.swapaxes(lse, 1, 2)[fully_masked])
+    _expect_nothing(out[fully_masked], np.swapaxes(lse, 1, 2)[fully_masked])
     if not np.isfinite(np.swapaxes(lse, 1, 2)[~fully_masked]).all():
         raise AssertionError("lse of queries that see a key: expected finite values, got others")
 
 
 def fully_masked_prefill(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
-    _give_nothing(*runner.run("sparse_mla_prefill", batch.change(indices=np.full_like(batch.indices, -1))))
-    _give_nothing(*runner.run("sparse_mla_prefill", batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
+    _expect_nothing(*runner.run("sparse_mla_prefill", batch.change(indices=np.full_like(batch.indices, -1))))
+    _expect_nothing(*runner.run("sparse_mla_prefill", batch.change(topk_lens=np.zeros(len(batch.q), np.int32))))
 
 
 def unread_in_decode(runner: Runner, spec: DecodeSpec) -> None:
@@ -142,13 +142,13 @@ def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
     }
     # The last page may have new slots. Entries that were outside the cache and would now name them become -1.
     lists = {
-        {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]: _held(selection)
+        {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]: _without_outside(selection)
         for selection in batch.selections()
     }
     same_decode(runner, batch.change(**caches, **lists), batch)
 
 
-def _held(selection: Selection) -> NDArray[np.int32]:
+def _without_outside(selection: Selection) -> NDArray[np.int32]:
     """The lists with -1 in place of every entry beyond the cache."""
     return np.where(selection.indices < selection.num_slots, selection.indices, np.int32(-1))
 
@@ -167,9 +167,9 @@ def tokens_do_not_mix(runner: Runner, spec: PrefillSpec) -> None:
     batch = spec.build()
     whole = runner.run("sparse_mla_prefill", batch)
     for token in range(len(batch.q)):
-        own = slice(token, token + 1)
-        alone = batch.change(**_each(batch, ("q", "indices", "topk_lens"), lambda array, own=own: array[own]))
-        want, rounding = [part[own] for part in whole], allowance(runner, alone, alone)
+        row = slice(token, token + 1)
+        alone = batch.change(**_each(batch, ("q", "indices", "topk_lens"), lambda array, row=row: array[row]))
+        want, rounding = [part[row] for part in whole], allowance(runner, alone, alone)
         prefill_agrees(runner.run("sparse_mla_prefill", alone), want, f" of token {token}", rounding=rounding)
 
 
@@ -282,8 +282,8 @@ def parts_merge(runner: Runner, spec: DecodeSpec) -> None:
     batch = spec.build().widened().change(sinks=None)
     first = np.arange(max(batch.indices.shape[-1], spec.extra_topk)) % 2 == 0  # type: ignore[union-attr]
     parts = []
-    for shown in (first, ~first):
-        lists = _each(batch, LISTS, lambda lists, shown=shown: np.where(shown[: lists.shape[-1]], lists, -1))
+    for listed in (first, ~first):
+        lists = _each(batch, LISTS, lambda lists, listed=listed: np.where(listed[: lists.shape[-1]], lists, -1))
         parts.append(runner.run("mla_decode", batch.change(**lists)))
     shape = batch.q.shape[:3]
     outs = np.stack([out.reshape(-1, *out.shape[2:]) for out, _ in parts])
@@ -407,22 +407,22 @@ def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> 
     groups = np.abs(rows.reshape(*once.shape[:3], layout.values // layout.group, layout.group)).max(axis=-1)
     if layout.codes == "float8_e4m3fn":
         scale = np.maximum(groups / 448, 1e-4) * (2 if batch.power_of_two_scales else 1)
-        half, least, kept = 1 / 16, 2.0**-10, np.full(groups.shape, batch.power_of_two_scales)
+        half, least, is_exact = 1 / 16, 2.0**-10, np.full(groups.shape, batch.power_of_two_scales)
     else:  # a scale may be rounded down, by up to half if it is subnormal
         rows = np.clip(rows, -448 * 6, 448 * 6)
         scale = np.clip(groups / 6, 2.0**-9, 448)
-        half, least, kept = 1 / 4, 0.25, scale > 2.0**-6
+        half, least, is_exact = 1 / 4, 0.25, scale > 2.0**-6
         scale = np.maximum(scale * (1 + 1 / 16), scale + 2.0**-10)
-        least = np.where(np.repeat(kept, layout.group, axis=-1), least, 1.0)
+        least = np.where(np.repeat(is_exact, layout.group, axis=-1), least, 1.0)
     error = np.abs(once[..., : layout.values] - rows)
     bound = np.abs(rows) * half * 1.0001 + np.repeat(scale, layout.group, axis=-1) * least
     worst = (error / bound).max(initial=0)
     if worst > 1:
         raise AssertionError(f"expected a {name} cache within half a step, got {worst:.3g} times that")
     identical(once[..., layout.values :], formats.rounded(batch.kv[..., layout.values :], "bfloat16"), "rotary columns")
-    kept = np.repeat(kept, layout.group, axis=-1)
+    is_exact = np.repeat(is_exact, layout.group, axis=-1)
     again = around(once, "float32")
-    identical(again[..., : layout.values][kept], once[..., : layout.values][kept], "rows quantised again")
+    identical(again[..., : layout.values][is_exact], once[..., : layout.values][is_exact], "rows quantised again")
 
 
 def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:

@@ -120,26 +120,26 @@ class RaggedLatentSpec:
             raise Contradiction("values are columns of the rows")
         plain_tables = {"poison": None, "draft": None, "selection": None}
         bare = dataclasses.replace(spec, num_kv_heads=1, combined=True, head_dim=16, **plain_tables)
-        given = bare.build()
+        paged = bare.build()
         rng = np.random.default_rng(spec.seed + 1)
-        q = np.clip(rng.standard_normal((len(given.q), spec.group, width)), -1, 1) * spec.magnitude
-        cache, stored = self._cache(rng, (given.num_pages, spec.page_size, 1, width))
+        q = np.clip(rng.standard_normal((len(paged.q), spec.group, width)), -1, 1) * spec.magnitude
+        cache, stored = self._cache(rng, (paged.num_pages, spec.page_size, 1, width))
         batch = RaggedLatentBatch(
-            q=formats.rounded(q, given.q_dtype or spec.dtype),
+            q=formats.rounded(q, paged.q_dtype or spec.dtype),
             kv_cache=cache,
-            max_q_len=given.max_q_len,
+            max_q_len=paged.max_q_len,
             d_v=self.d_v,
-            kv_scale=given.k_scale if plain else None,
+            kv_scale=paged.k_scale if plain else None,
             rope_scale=self._rope_scale(rng) if plain else None,
             cache_layout=latents.layout_of(self.format),
-            key_ranges=given.key_ranges,
-            q_scale=given.q_scale,
-            out_dtype=given.out_dtype,
+            key_ranges=paged.key_ranges,
+            q_scale=paged.q_scale,
+            out_dtype=paged.out_dtype,
             dtype=spec.dtype,
-            q_dtype=given.q_dtype,
+            q_dtype=paged.q_dtype,
             cache_dtype=stored,
             strided=spec.strided,
-            **{name: getattr(given, name) for name in (*TABLES, *LOGITS)},
+            **{name: getattr(paged, name) for name in (*TABLES, *LOGITS)},
         )
         return batch.poisoned(spec.poison, spec.seed) if spec.poison else batch
 

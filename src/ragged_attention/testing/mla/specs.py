@@ -246,9 +246,11 @@ class DecodeBatch(LatentArrays):
         pages = self.page_indices.astype(np.int64)[:, position // page_size]
         slots = np.where((pages >= 0) & (pages < num_pages), pages * page_size + position % page_size, -1)
         end = np.clip(self.kv_lens, 0, len(position))[:, None]
-        own = end - (num_q_tokens - np.arange(num_q_tokens))  # the position of each query
-        first = np.zeros_like(own) if self.sliding_window is None else own - self.sliding_window + 1
-        stop = own + 1 if self.causal else np.broadcast_to(end, own.shape)
+        query_position = end - (num_q_tokens - np.arange(num_q_tokens))  # the position of each query
+        first = (
+            np.zeros_like(query_position) if self.sliding_window is None else query_position - self.sliding_window + 1
+        )
+        stop = query_position + 1 if self.causal else np.broadcast_to(end, query_position.shape)
         seen = (position >= first[..., None]) & (position < stop[..., None])
         return np.where(seen, slots[:, None], -1).astype(np.int32)
 
@@ -276,8 +278,8 @@ class DecodeBatch(LatentArrays):
     def alone(self, seq: int) -> Self:
         """The call with only one of the sequences."""
         of_sequences = ("q", "page_indices", "kv_lens", "indices", "topk_lens", "extra_indices", "extra_topk_lens")
-        given = {name: getattr(self, name) for name in of_sequences}
-        return self.change(**{name: value[seq : seq + 1] for name, value in given.items() if value is not None})
+        arrays = {name: getattr(self, name) for name in of_sequences}
+        return self.change(**{name: value[seq : seq + 1] for name, value in arrays.items() if value is not None})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -400,12 +402,12 @@ def lists_of(
         if entries == "repeated" and count:
             row[:] = rng.choice(pool)
         elif entries == "any" and count:
-            twice = rng.random(topk) < 0.3
-            row[twice] = rng.choice(row[:count], twice.sum())
+            duplicate = rng.random(topk) < 0.3
+            row[duplicate] = rng.choice(row[:count], duplicate.sum())
     if entries in ("any", "none"):
-        spoilt = rng.random(lists.shape) < (0.3 if entries == "any" else 1.0)
+        invalid = rng.random(lists.shape) < (0.3 if entries == "any" else 1.0)
         kind = rng.choice(nothing, lists.shape)
-        lists = np.where(spoilt, np.where(rng.random(lists.shape) < 0.5, -1, kind), lists)
+        lists = np.where(invalid, np.where(rng.random(lists.shape) < 0.5, -1, kind), lists)
     return rng.permuted(lists, axis=1).astype(np.int32)
 
 
@@ -518,17 +520,17 @@ class DecodeSpec(LatentSpec):
 
     def _sparse(self, rng: np.random.Generator, dense: DecodeBatch) -> dict[str, Any]:
         """The arguments of a sparse call; each query's list has slots that it sees in the dense call."""
-        own = [slots[slots >= 0] for seq in dense.listed() for slots in seq]
+        pools = [slots[slots >= 0] for seq in dense.listed() for slots in seq]
         num_slots = dense.kv_cache.shape[0] * self.page_size
         of_queries = dense.q.shape[:2]
         sparse: dict[str, Any] = {
-            "indices": lists_of(rng, own, self.topk, self.entries, num_slots).reshape(*of_queries, self.topk),
+            "indices": lists_of(rng, pools, self.topk, self.entries, num_slots).reshape(*of_queries, self.topk),
             "topk_lens": lens_of(rng, of_queries[: 1 + self.lens_by_query], self.topk, self.lens),
         }
         if self.extra_topk:
             num_pages = -(-self.extra_slots // self.extra_page_size)
             slots = np.arange(num_pages * self.extra_page_size, dtype=np.int32)
-            lists = lists_of(rng, [slots] * len(own), self.extra_topk, self.entries, len(slots))
+            lists = lists_of(rng, [slots] * len(pools), self.extra_topk, self.entries, len(slots))
             counted = of_queries[: 1 + self.extra_lens_by_query]
             sparse |= {
                 "extra_kv_cache": self._pages(rng, num_pages, self.extra_page_size, self.extra_format),

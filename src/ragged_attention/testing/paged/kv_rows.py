@@ -133,11 +133,11 @@ def a_write_quantises(runner: Runner, batch: WriteBatch) -> None:
     for pages, scales, x, form in zip(split(cache), scale_pages, rows, forms, strict=True):
         if scales is None:
             continue
-        made = runner.run("quantize_kv", QuantizeRows(x=x, dtype=batch.dtype, **described(form)))
-        kept = (slots >= 0) & (slots < pages.shape[0] * pages.shape[1])
-        for array, want in zip((pages, scales), made, strict=True):
-            stored = np.ascontiguousarray(array.reshape(-1, *array.shape[2:])[slots[kept]])
-            identical(bits_of(stored), bits_of(want.reshape(len(x), *array.shape[2:])[kept]), "what is stored")
+        quantized_rows = runner.run("quantize_kv", QuantizeRows(x=x, dtype=batch.dtype, **described(form)))
+        valid = (slots >= 0) & (slots < pages.shape[0] * pages.shape[1])
+        for array, want in zip((pages, scales), quantized_rows, strict=True):
+            stored = np.ascontiguousarray(array.reshape(-1, *array.shape[2:])[slots[valid]])
+            identical(bits_of(stored), bits_of(want.reshape(len(x), *array.shape[2:])[valid]), "what is stored")
 
 
 ROWS: dict[str, dict[str, Any]] = {

@@ -75,8 +75,8 @@ def pages_may_be_shared(runner: Runner, spec: Spec) -> None:
     if not shared.page_indices.size:
         return
     copies = shared.with_pages([pages[shared.page_indices.reshape(-1)] for pages in shared.pages])
-    own = np.arange(shared.page_indices.size, dtype=np.int32).reshape(shared.page_indices.shape)
-    same(runner, shared, copies.change(page_indices=own))
+    tables = np.arange(shared.page_indices.size, dtype=np.int32).reshape(shared.page_indices.shape)
+    same(runner, shared, copies.change(page_indices=tables))
 
 
 def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
@@ -101,8 +101,8 @@ def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
         row = np.ones((1, 1, values.shape[3] * form.columns_per_element), np.float32)
         codes, scales = quantized(row, np.ones(1, np.float32), form)
         values[...] = codes[0, 0]
-        given: Any = ones.v_scale_pages
-        ones = ones.change(v_scale_pages=np.broadcast_to(scales[0, 0], given.shape).astype(scales.dtype))
+        scale_pages: Any = ones.v_scale_pages
+        ones = ones.change(v_scale_pages=np.broadcast_to(scales[0, 0], scale_pages.shape).astype(scales.dtype))
     else:
         values[...] = formats.stored(np.float32(1), "float32" if form is None else form.codes)
     constant = ones.values()[1].max(initial=0)
@@ -218,20 +218,20 @@ def each_kv_head_has_its_list(runner: Runner, spec: Spec) -> None:
     for kv_head in range(batch.num_kv_heads):
         of_all = batch.change(selected=batch.selected[:, kv_head : kv_head + 1])  # type: ignore[index]
         out_of_all, lse_of_all = runner.run(batch.OPERATION, of_all, return_lse=True)
-        own = slice(kv_head * batch.group, (kv_head + 1) * batch.group)
-        rounding = np.broadcast_to(allowance(runner, of_all, of_all), out.shape)[:, own]
-        agrees(out[:, own], out_of_all[:, own], batch.kind, f"out of KV head {kv_head}", allowance=rounding)
-        agrees(lse[:, own], lse_of_all[:, own], f"lse {batch.kind}", f"lse of KV head {kv_head}")
+        heads = slice(kv_head * batch.group, (kv_head + 1) * batch.group)
+        rounding = np.broadcast_to(allowance(runner, of_all, of_all), out.shape)[:, heads]
+        agrees(out[:, heads], out_of_all[:, heads], batch.kind, f"out of KV head {kv_head}", allowance=rounding)
+        agrees(lse[:, heads], lse_of_all[:, heads], f"lse {batch.kind}", f"lse of KV head {kv_head}")
 
 
 def a_window_of_blocks_is_that_window(runner: Runner, spec: Spec) -> None:
     """A list of one-key blocks equals the sliding window with the same keys."""
     batch = spec.build().masked(causal=True, draft_mask=None)
     window = min(batch.sliding_window or 7, 9)
-    own = np.full(len(batch.q), -1)
+    positions = np.full(len(batch.q), -1)
     for seq, (start, stop) in enumerate(batch.bounds()):
-        own[start:stop] = batch.kv_len(seq) - (stop - start) + np.arange(stop - start)
-    lists = (own[:, None] - np.arange(window)).astype(np.int32)[:, None]
+        positions[start:stop] = batch.kv_len(seq) - (stop - start) + np.arange(stop - start)
+    lists = (positions[:, None] - np.arange(window)).astype(np.int32)[:, None]
     batch = batch.change(sliding_window=None)
     same(runner, batch.change(selected=lists, block_size=1), batch.change(sliding_window=window))
 
@@ -321,8 +321,8 @@ def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
     table = -slopes[:, None] * np.arange(reach, dtype=np.float32)
     sloped, plain = batch.change(alibi_slopes=slopes), batch.change(alibi_slopes=None)
     same(runner, plain.change(relative_bias=table), sloped)
-    own = np.broadcast_to(table, (len(batch.q), *table.shape)).copy()
-    same(runner, plain.change(relative_bias=own), sloped)
+    tables = np.broadcast_to(table, (len(batch.q), *table.shape)).copy()
+    same(runner, plain.change(relative_bias=tables), sloped)
     same(runner, plain.change(relative_bias=np.zeros((heads, 1), np.float32)), plain)
 
 

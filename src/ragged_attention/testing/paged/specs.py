@@ -101,8 +101,10 @@ class Arrays:
 
     def arguments(self) -> dict[str, Any]:
         """The call's arguments by name, with floats as float32 and 8-bit floats as bits."""
-        own = {field.name for field in dataclasses.fields(Arrays)}
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
+        base_fields = {field.name for field in dataclasses.fields(Arrays)}
+        return {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in base_fields
+        }
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         """The dtype in which an argument is passed to the front end."""
@@ -326,16 +328,16 @@ class Batch(RaggedTables):
     def with_pages(self, arrays: list[NDArray[Any]]) -> "Batch":
         count = len(pages_of(self.kv_pages))
         scales = iter(arrays[count:])
-        k_scales, v_scales = (None if given is None else next(scales) for given in self.scale_pages)
+        k_scales, v_scales = (None if old is None else next(scales) for old in self.scale_pages)
         pages = like_pages(self.kv_pages, arrays[:count])
         return self.change(kv_pages=pages, k_scale_pages=k_scales, v_scale_pages=v_scales)
 
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         arrays, count = [pages.copy() for pages in self.pages], len(pages_of(self.kv_pages))
-        for given, pages in zip(pages_of(self.kv_pages), arrays, strict=False):
+        for original, pages in zip(pages_of(self.kv_pages), arrays, strict=False):
             heads = pages.shape[2] // unread.shape[2]  # per head of `unread`; combined pages alternate K and V
             where = np.repeat(unread, heads, axis=2)
-            pages[where] = formats.poison(kind, self.dtype_of_pages(given), pages[where].shape, rng)
+            pages[where] = formats.poison(kind, self.dtype_of_pages(original), pages[where].shape, rng)
         scaled = [form for form in self.formats.values() if form.scaled]
         for form, scales in zip(scaled, arrays[count:], strict=True):
             where = np.repeat(unread, scales.shape[2] // unread.shape[2], axis=2)
@@ -382,9 +384,9 @@ class Batch(RaggedTables):
             num_pages, page_size, heads, width = arrays[0].shape
             arrays = [np.stack(arrays, axis=3).reshape(num_pages, page_size, 2 * heads, width)]
         wide = self.change(kv_pages=like_pages(self.kv_pages, [pages.astype(np.float32) for pages in arrays]))
-        given = ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages") if self.quantized else ()
+        scale_names = ("k_scale", "v_scale", "k_scale_pages", "v_scale_pages") if self.quantized else ()
         plain = {"dtype": "float32", "cache_dtype": "float32", "stored": None, "out_dtype": None}
-        return wide.change(**plain, **dict.fromkeys(given))
+        return wide.change(**plain, **dict.fromkeys(scale_names))
 
     def mean_magnitudes(self) -> NDArray[np.float64]:
         wide = self.widened()
@@ -563,8 +565,8 @@ class Spec:
 
     def _scale(self, rng: np.random.Generator, cache_dtype: str) -> Any:
         size = 1 / 40 if cache_dtype == "int8" else 1.0
-        given = scale_of(rng, self.scales, self.num_kv_heads, size)
-        return size if given is None and cache_dtype == "int8" else given
+        scale = scale_of(rng, self.scales, self.num_kv_heads, size)
+        return size if scale is None and cache_dtype == "int8" else scale
 
 
 def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float = 1.0) -> Any:

@@ -46,11 +46,11 @@ class BackwardBatch(Arrays):
     d_lse: NDArray[np.float32] | None
 
     def arguments(self) -> dict[str, Any]:
-        own = {"d_out": self.d_out, "out": self.out, "lse": self.lse, "d_lse": self.d_lse}
-        given = self.forward.arguments()
-        if given.get("relative_bias") is not None:
-            own["return_d_relative_bias"] = True
-        return own | {name: value for name, value in given.items() if name not in NOT_OF_THE_GRADIENT}
+        arguments = {"d_out": self.d_out, "out": self.out, "lse": self.lse, "d_lse": self.d_lse}
+        forward_arguments = self.forward.arguments()
+        if forward_arguments.get("relative_bias") is not None:
+            arguments["return_d_relative_bias"] = True
+        return arguments | {name: value for name, value in forward_arguments.items() if name not in NOT_OF_THE_GRADIENT}
 
     def dtype_of(self, name: str, array: NDArray[Any]) -> str:
         return self.forward.dtype if name in ("d_out", "out") else self.forward.dtype_of(name, array)
@@ -74,13 +74,13 @@ class GradientBatch:
     @property
     def differentiated(self) -> list[str]:
         """The names of the arguments that have gradients."""
-        given = self.forward.arguments()
-        return [name for name in DIFFERENTIABLE if given.get(name) is not None]
+        arguments = self.forward.arguments()
+        return [name for name in DIFFERENTIABLE if arguments.get(name) is not None]
 
     def change(self, **fields: Any) -> Self:
         """The batch with other values for its own fields or those of its forward call."""
-        own = {name: fields.pop(name) for name in ("d_out", "d_lse") if name in fields}
-        return dataclasses.replace(self, **own, forward=self.forward.change(**fields))
+        own_fields = {name: fields.pop(name) for name in ("d_out", "d_lse") if name in fields}
+        return dataclasses.replace(self, **own_fields, forward=self.forward.change(**fields))
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
         """The batch with NaN or infinities in all that takes no part, including d_out and d_lse of idle heads."""
@@ -104,8 +104,8 @@ class GradientBatch:
 def expected(batch: BackwardBatch) -> dict[str, NDArray[np.float64]]:
     """The reference's gradients, by the names of the arguments."""
     forward = batch.forward
-    found = DEFINITIONS[forward.OPERATION](**batch.arguments())
-    gradients = [array for array in found if array is not None]
+    results = DEFINITIONS[forward.OPERATION](**batch.arguments())
+    gradients = [array for array in results if array is not None]
     names = [name for name in DIFFERENTIABLE if forward.arguments().get(name) is not None]
     return dict(zip(names, gradients, strict=True))
 

@@ -95,7 +95,7 @@ def sinks_lose_what_they_take(runner: Runner, spec: GradientSpec) -> None:
     agrees(got.of["sinks"], taken.sum(axis=0), "float32", "dsinks")
 
 
-def _asked(batch: GradientBatch, out: NDArray[Any], lse: NDArray[Any]) -> NDArray[Any]:
+def _scalar_terms(batch: GradientBatch, out: NDArray[Any], lse: NDArray[Any]) -> NDArray[Any]:
     """The terms of the scalar that is differentiated."""
     lse = np.where(np.isfinite(lse), lse, 0.0).astype(np.float64)
     of_lse = np.zeros(0) if batch.d_lse is None else lse * batch.d_lse
@@ -132,7 +132,7 @@ def _expect_slope(runner: Runner, batch: GradientBatch, got: Gradients, step: di
             if isinstance(other, VarlenBatch)
             else runner.run("sparse_mla_prefill", other)
         )
-        return _asked(batch, results[0], results[-1]).sum()
+        return _scalar_terms(batch, results[0], results[-1]).sum()
 
     width = forward.q.shape[2]
     # A step of this size moves a logit by a few hundredths.
@@ -140,7 +140,7 @@ def _expect_slope(runner: Runner, batch: GradientBatch, got: Gradients, step: di
     near, wide = ((height(times * far) - height(-times * far)) / (2 * times * far) for times in (1, 2))
     slope = (4 * near - wide) / 3
     terms = np.concatenate([(got.of[name] * way).ravel() for name, way in step.items()])
-    rounding = 2e-7 * np.abs(_asked(batch, got.out, got.lse)).sum() / far
+    rounding = 2e-7 * np.abs(_scalar_terms(batch, got.out, got.lse)).sum() / far
     if abs(slope - terms.sum()) > 5e-3 * np.abs(terms).sum() + rounding:
         want = terms.sum()
         raise AssertionError(f"expected a slope of {want:.6g} from the gradients, got {slope:.6g} from the results")
@@ -178,8 +178,8 @@ def _of_all(found: Gradients) -> dict[str, NDArray[Any]]:
 
 
 def _of_each(found: Gradients) -> Gradients:
-    own = {name: array for name, array in found.of.items() if not _belongs_to_all(name, array)}
-    return dataclasses.replace(found, of=own)
+    gradients = {name: array for name, array in found.of.items() if not _belongs_to_all(name, array)}
+    return dataclasses.replace(found, of=gradients)
 
 
 def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
@@ -210,8 +210,8 @@ def hints_change_nothing(runner: Runner, spec: GradientSpec) -> None:
     batch = dataclasses.replace(
         batch, forward=batch.forward.masked(max_q_len=None, max_kv_len=None, sliding_window=None)
     )
-    given = {"max_q_len": 71, "max_kv_len": 71, "deterministic": not spec.of.deterministic}
-    _same_batches(runner, batch, batch.change(**given, sliding_window=2**31 - 1))
+    hints = {"max_q_len": 71, "max_kv_len": 71, "deterministic": not spec.of.deterministic}
+    _same_batches(runner, batch, batch.change(**hints, sliding_window=2**31 - 1))
 
 
 def ranges_of_a_mask_are_that_mask(runner: Runner, spec: GradientSpec) -> None:
@@ -273,8 +273,8 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
     table = np.arange(len(lens) * columns, dtype=np.int32).reshape(len(lens), columns)
     pages = [np.zeros((len(lens) * columns, size, *array.shape[1:]), np.float32) for array in (batch.k, batch.v)]
     for seq, (_, keys, _) in enumerate(batch.parts()):
-        for held, array in zip(pages, (batch.k, batch.v), strict=True):
-            held.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
+        for target, array in zip(pages, (batch.k, batch.v), strict=True):
+            target.reshape(len(lens), columns * size, *array.shape[1:])[seq, : lens[seq]] = array[keys]
     options = (
         "sm_scale", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias", "key_ranges", "selected",
         "block_size", "strided",
@@ -306,10 +306,10 @@ def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
     copies = {name: np.repeat(getattr(batch.forward, name), spec.of.group, axis=1) for name in ("k", "v")}  # type: ignore[union-attr]
     if (lists := batch.forward.selected) is not None and lists.shape[1] > 1:
         copies["selected"] = np.repeat(lists, spec.of.group, axis=1)  # type: ignore[union-attr]
-    apart = runner.gradients(batch.change(**copies))
+    copied = runner.gradients(batch.change(**copies))
     shape = len(batch.forward.k), spec.of.kv_heads, batch.forward.group
-    summed = {name: apart.of[name].reshape(*shape, apart.of[name].shape[-1]).sum(axis=2) for name in ("k", "v")}
-    same(runner, runner.gradients(batch), dataclasses.replace(apart, of=apart.of | summed), batch)
+    summed = {name: copied.of[name].reshape(*shape, copied.of[name].shape[-1]).sum(axis=2) for name in ("k", "v")}
+    same(runner, runner.gradients(batch), dataclasses.replace(copied, of=copied.of | summed), batch)
 
 
 def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
@@ -330,12 +330,14 @@ def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
     if "relative_bias" in wide:
         of_rows = pull if wide["relative_bias"].ndim == 3 else pull.sum(axis=0)
         agrees(wide["relative_bias"].sum(axis=-1), of_rows, "float32", "drelative_bias, summed,")
-    asked, moved = share[..., None] * batch.d_out, forward.scale * pull[..., None] * q  # type: ignore[union-attr]
+    shared_d_out, moved = share[..., None] * batch.d_out, forward.scale * pull[..., None] * q  # type: ignore[union-attr]
     for seq, (rows, keys, _) in enumerate(forward.parts()):  # type: ignore[union-attr]
         for head in range(spec.of.kv_heads):
             group = slice(head * forward.group, (head + 1) * forward.group)
             where = f", summed, of sequence {seq} and head {head}"
-            agrees(wide["v"][keys, head].sum(axis=0), asked[rows, group].sum(axis=(0, 1)), "float32", f"dv{where}")
+            agrees(
+                wide["v"][keys, head].sum(axis=0), shared_d_out[rows, group].sum(axis=(0, 1)), "float32", f"dv{where}"
+            )
             if capped:
                 continue
             agrees(wide["k"][keys, head].sum(axis=0), moved[rows, group].sum(axis=(0, 1)), "float32", f"dk{where}")
@@ -370,9 +372,9 @@ def tokens_add_up(runner: Runner, spec: GradientSpec) -> None:
     batch = built(spec)
     whole, middle = runner.gradients(batch), len(batch.d_out) // 2
     halves = []
-    for own in (slice(0, middle), slice(middle, None)):
-        given = {name: getattr(batch, name, getattr(batch.forward, name, None)) for name in OF_QUERIES}
-        part = batch.change(**{name: array[own] for name, array in given.items() if array is not None})
+    for rows in (slice(0, middle), slice(middle, None)):
+        arrays = {name: getattr(batch, name, getattr(batch.forward, name, None)) for name in OF_QUERIES}
+        part = batch.change(**{name: array[rows] for name, array in arrays.items() if array is not None})
         halves.append(runner.gradients(part))
     first, second = halves
     joined = {
@@ -389,12 +391,12 @@ def a_double_is_two_rows(runner: Runner, spec: GradientSpec) -> None:
     forward = batch.forward
     beyond = np.where(forward.indices >= 0, forward.indices + forward.selection.num_slots, np.int32(-1))
     double = {"kv": np.concatenate([forward.kv, forward.kv])}
-    apart = runner.gradients(
+    separate = runner.gradients(
         batch.change(**double, indices=np.concatenate([forward.indices, beyond], -1, dtype=np.int32))
     )
     twice = runner.gradients(batch.change(indices=np.concatenate([forward.indices, forward.indices], -1)))
-    summed = apart.of["kv"].astype(np.float64).reshape(2, *forward.kv.shape).sum(axis=0)
-    same(runner, twice, dataclasses.replace(apart, of=apart.of | {"kv": summed}), batch)
+    summed = separate.of["kv"].astype(np.float64).reshape(2, *forward.kv.shape).sum(axis=0)
+    same(runner, twice, dataclasses.replace(separate, of=separate.of | {"kv": summed}), batch)
 
 
 def pages_are_rows(runner: Runner, spec: GradientSpec) -> None:

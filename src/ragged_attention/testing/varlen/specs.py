@@ -97,7 +97,7 @@ class VarlenBatch(Arrays):
     def poisoned(self, kind: str, seed: int = 0) -> Self:
         """The batch with NaN or infinities in every key, value and query that takes no part."""
         rng = np.random.default_rng(seed)
-        spoilt = {
+        arrays = {
             name: np.where(rows[..., None], formats.poison(kind, "float32", array.shape, rng), array)
             for name, array, rows in (
                 ("q", self.q, self.fully_masked_heads()),
@@ -105,7 +105,7 @@ class VarlenBatch(Arrays):
                 ("v", self.v, self.unseen()),
             )
         }
-        return self.change(**spoilt)
+        return self.change(**arrays)
 
     def expected(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The reference's out and lse, computed in float64 from the rounded inputs."""
