@@ -258,7 +258,7 @@ def multiply_head(tile, head, rows, count):
 def score_keys(call, tile, unit, scores):
     """Compute the scores of a unit, `unit.blocks` for each token and head, from the columns of its split."""
     tokens, group = unit.last - unit.first, call.group
-    if unit.low == unit.high:  # its blocks, rounded, would be those of another split
+    if unit.low == unit.high:  # rounded to blocks, an empty range would name a block of another split
         return
     begin, end = unit.low // call.block_size, blocks_in(call, unit.high)
     for row in range(tokens * call.num_heads):

@@ -18,7 +18,7 @@ from ragged_attention.portable.numba._vectors import I64, element, intrinsic_of,
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """What `branch` knows of a function; the fields are the arguments of `branch`."""
+    """A branch: a function and the arguments of `branch`."""
 
     function: Callable[..., Any]
     needed_by: tuple[str, ...]

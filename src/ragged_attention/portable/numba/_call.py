@@ -21,11 +21,11 @@ from ragged_attention.portable.numba._splits import expect_segment, expect_split
 from ragged_attention.portable.numba._vectors import LANES, PAIRS
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-# Keys per segment in batch-invariant mode. Of what lists name, a range of positions has fewer.
+# Keys per segment in batch-invariant mode, without and with lists, which name only some keys of a range.
 SEGMENT, SEGMENT_OF_LISTS = 2048, 8192
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
 FIRST_CACHE = 32 * 1024  # bytes of a core's first cache that kernels count on
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number; codes have at most one
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number; a code has at most one byte
 MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
 EXPECTED = {"num_splits": expect_splits, "segment_kv": expect_segment}
 
@@ -63,8 +63,8 @@ class Tile(Blocks):
 
     Args:
         segment_kv: keys per segment. The keys [0, segment_kv) of a sequence are attended to first, then the following
-            ones, and the results of all segments are merged in their order. So a row's bits depend on nothing else
-            than the keys that it sees. 0: there are no segments, and blocks are split in proportion to their work.
+            ones, and the results of all segments are merged in their order. So a row's bits depend only on
+            the keys that it sees. 0: there are no segments, and blocks are split in proportion to their work.
     """
 
     segment_kv: int = 0
@@ -84,8 +84,9 @@ def converts(call: Any) -> bool:
 def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
     """The tile for a call with lists of blocks; `decodes` says that each sequence of a paged call has one query.
 
-    Many queries share what a tile reads, and each visits its own keys of it, so a tile is as large as the L2 cache
-    allows. Decode is limited by memory bandwidth, as in `heuristic`. Lists of small blocks name some keys of a range.
+    Many queries share the keys that a tile reads, and each visits its own among them, so a tile is as large as the L2
+    cache allows. Decode is limited by memory bandwidth, as in `heuristic`. Lists of small blocks name few keys of a
+    range, so ranges are larger.
     """
     small = call.block_size < 16
     if decodes:
@@ -95,14 +96,14 @@ def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
 
 
 def keys_of_a_decode(call: Any) -> int:
-    """How many keys with their values fill half of a first cache, from 16 to 64."""
+    """The number of keys that fill half of a core's first cache with their values: from 16 to 64."""
     k_size, v_size = (WIDTHS.get(form.codes, 1) for form in (call.k_format, call.v_format))
     keys = FIRST_CACHE // 2 // (k_size * call.head_dim + v_size * call.v_head_dim)
     return min(max(keys // 16 * 16, 16), 64)
 
 
 def keys_of_a_prompt(call: Any) -> int:
-    """How many keys many rows are multiplied with at a time; pairs of bfloat16 take half the memory of float32."""
+    """The number of keys that many rows are multiplied with at a time; pairs of bfloat16 need half the memory."""
     return 384 if PAIRS and dtype_name(call.q) == "bfloat16" else 128
 
 
@@ -116,10 +117,10 @@ def heuristic(call: Any) -> Tile:
 
 
 def invariant_tile(call: Any) -> Tile:
-    """A tile whose results for a query depend on that query and the keys that it sees, and on nothing else.
+    """A tile whose results for a query depend only on that query and the keys that it sees.
 
-    What a query's list names is read for that query alone: which keys are multiplied together would otherwise depend on
-    the lists of its neighbours.
+    The keys that a query's list names are read for that query alone. Otherwise, the lists of neighbouring queries would
+    determine which keys are multiplied together.
     """
     if call.selected is None:
         keys = keys_of_a_decode(call) if call.k_format.codes == "float32" else 64  # with pairs, prompts need more
@@ -146,7 +147,7 @@ def why_not(call: Any) -> str | None:
 
 
 def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
-    """The strides of K and V and the offset from K to V, if the same pages hold both; else nothing."""
+    """The strides of K and V and the offset from K to V, if the same pages hold both; empty otherwise."""
     if not call.combined:
         return {}
     page, slot, head, _ = launch.strides(call.kv_pages)
@@ -155,7 +156,7 @@ def numbers_of_pages(call: Any, launch: Any) -> dict[str, int]:
 
 
 def numbers_of_sides(forms: Sequence[KvFormat], scales: Sequence[Any], launch: Any) -> dict[str, int]:
-    """What the rows of K and of V are, with their scales, None for rows without."""
+    """The numbers that describe the rows of K and of V; `scales` has their scale pages, None for rows without."""
     numbers: dict[str, int] = {}
     for prefix, form, of in zip(("k_", "v_"), forms, scales, strict=True):
         numbers |= side_numbers(prefix, form, of, () if of is None else launch.strides(of))
@@ -166,7 +167,7 @@ def numbers_of_products(q: Any, codes: Sequence[int], width: int, v_width: int, 
     """Whether a kernel multiplies pairs of bfloat16 or floats, as numbers of its record.
 
     Pairs must fill whole vectors, and bfloat16 must hold all queries and all keys and values, which have these `codes`;
-    `exact` says that it also holds what the kernel makes of them.
+    `exact` is whether it also holds the numbers that the kernel computes from them.
     """
     held = dtype_name(q) == "bfloat16" and FLOAT32 not in codes and FLOAT16 not in codes
     pairs = PAIRS and exact and held and width % (2 * LANES) == 0 and v_width % LANES == 0
@@ -190,7 +191,7 @@ def numbers_of_lists(call: Any) -> dict[str, int]:
 
 
 def branches_of_lists(call: Any, *, scaled: bool) -> dict[str, int]:
-    """Whether a call lacks lists of blocks, and what its lists need if it has them; rows may be `scaled`."""
+    """The numbers that name the branches which a call without lists, or with lists, needs; rows may be `scaled`."""
     listed, biased = call.selected is not None, call.alibi_slopes is not None or call.relative_bias is not None
     needed = {"unlisted": not listed, "listed_scales": listed and scaled, "listed_biases": listed and biased}
     return {name: int(value) for name, value in needed.items()}
@@ -238,7 +239,7 @@ def run(
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
         **numbers_of_bias(call), **numbers_of_lists(call), **branches_of_lists(call, scaled=scaled), **sides,
         **products_of_sides(call, sides, scaled=scaled),
-        "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # of segments, all tiles have as many keys
+        "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # equal tiles in segments
     }  # fmt: skip
     axes_of_pages = dict.fromkeys(pages, axes)
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=axes_of_pages, results=results_of(call))

@@ -200,7 +200,7 @@ def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> An
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """What emits a read of a vector: of all its numbers, or of the first `count`, after which all codes are 0."""
+    """Two functions that emit a read of a vector: of all numbers, or of the first `count`, followed by codes of 0."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -208,15 +208,15 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def read_some(builder: Any, address: Any, index: Any, count: Any) -> Any:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        given = (place, ir.Constant(I32, size), _first_lanes(builder, count), ir.Constant(kind, None))
-        return decode(builder, _masked(builder, "load", kind, kind, *given))
+        arguments = (place, ir.Constant(I32, size), _first_lanes(builder, count), ir.Constant(kind, None))
+        return decode(builder, _masked(builder, "load", kind, kind, *arguments))
 
     read.__name__, read_some.__name__ = f"read_{name}", f"read_some_{name}"
     return read, read_some
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """What emits a write of a vector: of all its numbers, or of only the first `count`."""
+    """Two functions that emit a write of a vector: of all its numbers, or of only the first `count`."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -224,8 +224,8 @@ def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
     def write_some(builder: Any, address: Any, index: Any, value: Any, count: Any) -> None:
         place = builder.bitcast(element(builder, address, index, kind.element), kind.as_pointer())
-        given = (place, ir.Constant(I32, size), _first_lanes(builder, count))
-        _masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *given)
+        arguments = (place, ir.Constant(I32, size), _first_lanes(builder, count))
+        _masked(builder, "store", ir.VoidType(), kind, encode(builder, value), *arguments)
 
     write.__name__, write_some.__name__ = f"write_{name}", f"write_some_{name}"
     return write, write_some
@@ -462,7 +462,7 @@ def _with_nan_for_negative_zero(builder: Any, pairs: Any) -> Any:
 
 
 def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], has_negative_zero: bool = True) -> Any:
-    """What emits instructions that write one vector for `pair`; on CPUs with PAIRS these look codes up in `table`.
+    """A function that emits the write of one vector for `pair`; on CPUs with PAIRS, codes are looked up in `table`.
 
     In a format without -0, the code of -0 is NaN.
     """
@@ -516,7 +516,7 @@ def bfloat16_of_e4m3(builder: Any, source: Any, index: Any) -> Any:
 
 
 def _pairs_by_reading(read: Any) -> Any:
-    """What emits instructions that write one vector for `pair`, from two that `read` emits."""
+    """A function that emits the write of one vector for `pair`, from two vectors that `read` reads."""
 
     def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
         pairs = join(builder, read(builder, first, index), read(builder, second, index))
@@ -526,10 +526,10 @@ def _pairs_by_reading(read: Any) -> Any:
 
 
 def _over_rows(write: Any) -> Any:
-    """What emits `write(builder, first, second, target, index)` for all vectors of two rows.
+    """A function that emits `write(builder, first, second, target, index)` for all vectors of two rows.
 
-    Four at a time: LLVM would unroll the loop by eight, which leaves the four vectors of a head of 128 columns to the
-    slow loop for the rest.
+    Its loop writes four vectors at a time. LLVM would unroll a simple loop by eight, and so leave the four vectors of a
+    head of 128 columns to the slow loop for the rest.
     """
 
     def pair_rows(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
@@ -544,7 +544,7 @@ def _over_rows(write: Any) -> Any:
 
 
 def _rows_of_bfloat16(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
-    """What emits the pairs of two rows of bfloat16: two vectors of pairs from one vector of each row."""
+    """Emit the pairs of two rows of bfloat16: two vectors of pairs from one vector of each row."""
     whole, pair_at = builder.and_(count, number(-4 * LANES)), _pairs_by_reading(READS[BFLOAT16])
     with _indices(builder, number(0), whole, 4 * LANES) as (index, _):
         for part in range(0, 4 * LANES, 2 * LANES):
@@ -559,21 +559,21 @@ def _rows_of_bfloat16(builder: Any, first: Any, second: Any, target: Any, count:
 
 
 def _over_keys(pair_rows: Any, size: int) -> Any:
-    """What emits `pair_rows` for the halves of each row of a list, whose numbers have `size` bytes."""
+    """A function that emits `pair_rows` for the halves of each row in a list; numbers have `size` bytes."""
 
     def pair_keys(builder: Any, sources: Any, target: Any, width: Any, count: Any) -> None:
         with _indices(builder, number(0), count, 1) as (key, _):
             source = builder.load(element(builder, sources, key, I64))
             with builder.if_then(builder.icmp_signed("!=", source, number(0))):
-                behind = builder.add(source, builder.mul(width, number(size)))
+                second_half = builder.add(source, builder.mul(width, number(size)))
                 row = builder.add(target, builder.mul(builder.mul(key, width), number(4)))
-                pair_rows(builder, source, behind, row, width)
+                pair_rows(builder, source, second_half, row, width)
 
     return pair_keys
 
 
 def _over_values(pair_rows: Any) -> Any:
-    """What emits `pair_rows` for each two rows of a list."""
+    """A function that emits `pair_rows` for each two rows in a list."""
 
     def pair_values(builder: Any, sources: Any, target: Any, width: Any, columns: Any, count: Any) -> None:
         none = number(0)

@@ -48,7 +48,7 @@ def new_tile(rows, keys, width, v_width, latent, max_gaps, listed, paired):
     In a `latent` tile a value is the beginning of its key's row. A `paired` tile also holds the queries and the
     gradients of their results as bfloat16, in which they are multiplied with keys and values. `max_gaps` is the largest
     number of gaps between the keys that a row sees. Rows are padded with zeros to the width that the products need. If
-    `listed`, there is room for a list of keys, and `dk` and `dv` have one row more, which nothing reads.
+    `listed`, there is room for a list of keys, and `dk` and `dv` have one more row, which nothing reads.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width, v_width = up_to(width, COLUMNS), up_to(v_width, COLUMNS)
@@ -120,7 +120,7 @@ def read_row(call, tile, row, token, head, source):
 
 @inlined
 def gap_at(tile, row, index):
-    """A gap of a row: it sees none of the positions from the first number to before the second."""
+    """A gap in the keys that a row sees: the positions [first, second) that are returned."""
     place = 2 * (row * tile.max_gaps + index)
     return int_at(tile.gaps, place), int_at(tile.gaps, place + 1)
 
@@ -185,7 +185,7 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
 
 @compiled
 def differentiate_own(tile, row, count, scale, soft_cap):
-    """What `differentiate` does, for `count` keys in a list. The row sees all of them."""
+    """`differentiate` for `count` keys in a list, all of which the row sees."""
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     alibi, table, d_table = float_at(tile.slopes, row), int_at(tile.tables, row), int_at(tile.d_tables, row)
     biased = table != 0 or alibi != 0

@@ -25,7 +25,7 @@ invariant_tile = heuristic  # a logit is summed in an order that depends on neit
 
 
 def keys_and_numbers(call: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
-    """The keys, and the numbers that say how they are stored. Packed keys are treated as one page and one sequence."""
+    """The keys, and the numbers that describe their storage. Packed keys are treated as one page and one sequence."""
     keys = launch.words(call.keys, packed_rows=True) if call.bytes else call.keys
     numbers = {
         "key_format": CODES[call.key_dtype], "in_bytes": call.bytes, "packed": not call.paged,

@@ -252,8 +252,8 @@ def table_size(call):
 def repeats_a_key(call, table, unit, head):
     """Whether the lists of a unit's token name a key more than once.
 
-    The table is a hash table of the keys so far: a key's entry is the first one that is empty or has it, from a place
-    on that a multiplication scatters.
+    The table is a hash table of the keys so far, in which a multiplication scatters the keys. A key's entry is the
+    first one, from its place on, that is empty or has the key.
     """
     (length, others), size = lengths_of(call, unit.seq, unit.token), table_size(call)
     for entry in range(size):
@@ -277,7 +277,7 @@ def repeats_a_key(call, table, unit, head):
 
 @inlined
 def set_row_bytes(call, tile):
-    """Set how many bytes of a key, and of its scales where these lie apart, are prefetched."""
+    """Set how many bytes of a key, and of its scales if these lie apart, are prefetched."""
     kv, extra = kv_of(call), extra_of(call)
     tile.k_bytes = max(kv.row_bytes, extra.row_bytes)
     tile.scale_bytes = kv.scales_step if kv.group and kv.scales_step < kv.row_bytes else 0

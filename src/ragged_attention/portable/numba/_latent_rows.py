@@ -137,7 +137,7 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
 
 @inlined
 def pair_raised_groups(row, scales, target, values, group):
-    """Store e4m3 values times powers of two; returns whether all powers are usual, without which they are wrong.
+    """Store e4m3 values times powers of two; returns whether all powers are usual; otherwise the values are wrong.
 
     A group has one or two vectors of pairs.
     """

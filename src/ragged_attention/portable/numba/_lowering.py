@@ -1,8 +1,9 @@
-"""How the parts of a kernel become LLVM's code: as with Numba, but without what kernels never need.
+"""Lowers the parts of a kernel to LLVM code, as Numba does, but without the code that kernels never need.
 
 Numba's own code counts references to objects, passes exceptions on, checks each divisor and each step of a range, and
-computes the length of a range before its loop. That is more than half of all code, which Python has to write and LLVM
-to read and to remove. Kernels have no objects and raise nothing; a divisor or a step of 0 is a fault of the kernel.
+computes the length of a range before its loop. That is more than half of all code: Python would have to write it, and
+LLVM to read and remove it. Kernels have no objects and raise nothing; a divisor or a step of 0 is a fault of the
+kernel.
 """
 
 import operator
@@ -15,7 +16,7 @@ from numba.core.typing.templates import signature
 from numba.extending import intrinsic
 
 I64 = IntType(64)
-INTEGER_OPERATORS = {  # of two int64, and what they become
+INTEGER_OPERATORS = {  # operators of two int64, and their LLVM instructions
     operator.add: "add", operator.sub: "sub", operator.mul: "mul",
     operator.iadd: "add", operator.isub: "sub", operator.imul: "mul",
     operator.and_: "and_", operator.or_: "or_", operator.xor: "xor",
@@ -42,7 +43,7 @@ def _extreme(symbol: str) -> Any:
     return extreme
 
 
-# What stands for Python's functions of two numbers; Numba would compile a function for each type of numbers.
+# Replacements for Python's functions of two numbers; Numba would compile a function for each type of number.
 BUILTINS = ((min, _extreme("<")), (max, _extreme(">")))
 
 
@@ -86,7 +87,7 @@ def structure(builder: Any, kind: Any, *members: Any) -> Any:
 
 
 class PartLower(Lower):
-    """Numba's lowering of a function, with shorter code for what kernels consist of."""
+    """Numba's lowering of a function, with shorter code for the operations that kernels use."""
 
     def storevar(self, value: Any, name: str, argidx: int | None = None) -> None:
         if name in self._singly_assigned_vars:

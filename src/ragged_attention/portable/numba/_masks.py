@@ -1,10 +1,11 @@
-"""Which keys a query sees if ranges say so: the seam between masks and the kernels of this room.
+"""The keys that a query sees under ranges of keys: the interface between masks and the CPU kernels.
 
-A kernel asks it how many keys a block of queries sees (`divide_spans`), where the next of them lie (`seen_from`), which
-keys in between no query sees (`drop_unseen`), and which keys one query does not see (`bounds_of`, `hide_gaps`). A
-gradient goes by keys and asks which queries see them (`tokens_seeing`).
-Everything is read from the call's ranges, i32 [T, R, 2], clamped to the keys of the query's sequence; the ranges of a
-query need no order. Without ranges, all keys of a unit are one span.
+A kernel uses it to find out how many keys a block of queries sees (`divide_spans`), where the next of them lie
+(`seen_from`), which keys in between no query sees (`drop_unseen`), and which keys one query does not see (`bounds_of`,
+`hide_gaps`). A gradient loops over keys and finds out which queries see them (`tokens_seeing`).
+
+All answers come from the call's ranges, i32 [T, R, 2], clamped to the keys of the query's sequence. The ranges of a
+query may be in any order. Without ranges, all keys of a unit are one span.
 """
 
 from numba.core import types
@@ -36,10 +37,10 @@ def bounds_of(call, token, kv_len):
 
 @compiled
 def next_span(call, first, last, kv_len, position, gap):
-    """The next span of keys, from `position` on, that query tokens of [first, last) see: its begin, its end, `whole`.
+    """The next span of keys, from `position` on, that query tokens of [first, last) see: (begin, end, `whole`).
 
-    It ends where none of them sees the next `gap` keys. If `whole`, each of its keys is seen; else there may be gaps.
-    Begin and end are `kv_len` if no key is seen any more.
+    It ends where none of them sees the next `gap` keys. If `whole`, some token sees each of its keys; otherwise there
+    may be gaps. Begin and end are `kv_len` if there are no more keys that a token sees.
     """
     start, stop, span = first * call.num_ranges, last * call.num_ranges, kv_len
     for index in range(start, stop):
@@ -87,7 +88,7 @@ def position_of(call, first, last, kv_len, number):
 def divide_spans(call, units, seq, token, first, last, first_token, last_token, kv_len, max_splits):
     """`add_splits`, or `add_segments`, for rows whose query tokens [first_token, last_token) see keys by ranges.
 
-    Only these keys count.
+    Only the keys that they see count.
     """
     listed, keys = call.num_units, count_keys(call, first_token, last_token, kv_len)
     if call.segment_kv:
@@ -119,8 +120,8 @@ def seen_between(call, token, stop, kv_len):
 def seen_from(call, tokens, kv_len, position, high):
     """The next span, from `position` on and before `high`, of keys that a unit's `tokens` see (see `next_span`).
 
-    Within segments, a span is a tile of keys, whose first key has a multiple of `block_kv` for its distance from the
-    segment's first; so which keys are in a tile does not depend on what the tokens see. Some of them may be unseen.
+    Within segments, a span is a tile of keys, whose first key is a multiple of `block_kv` keys after the segment's
+    first key. So the keys in a tile do not depend on the keys that the tokens see, and some of them may be unseen.
     """
     begin, end, whole = position, high, True
     if call.key_ranges:
@@ -135,7 +136,7 @@ def seen_from(call, tokens, kv_len, position, high):
 def drop_unseen(call, tile, first_token, last_token, kv_len, first, count):
     """Treat those of the next `count` keys, from position `first` on, that no query token of a range sees as missing.
 
-    So they are not read, and a NaN in them does not reach the results. Returns how many they are.
+    So they are not read, and a NaN in them does not reach the results. Returns their number.
     """
     holes, position, stop = 0, first, first + count
     while position < stop:
@@ -171,7 +172,7 @@ def hide_gaps(call, tile, token, offset, rows, group, kv_len, first, count):
 
 @compiled
 def list_gaps(call, tile, row, token, left, right, kv_len):
-    """List the gaps between the keys that a query token sees, which are within [left, right), as those of a row."""
+    """List the gaps between the keys that a query token sees, all within [left, right), as the gaps of a tile's row."""
     count, position = 0, left
     while position < right:
         begin, end, _ = next_span(call, token, token + 1, kv_len, position, 1)
@@ -192,7 +193,7 @@ def bytes_of_bounds(count):
 
 @compiled
 def list_bounds(call, start, stop, kv_len, bounds):
-    """List the bounds of the keys that each BOUND query tokens of [start, stop) see, at the address `bounds`."""
+    """List, at the address `bounds`, the bounds of the keys that each group of BOUND tokens of [start, stop) sees."""
     for token in range(start, stop, BOUND):
         left, right = kv_len, 0
         for own in range(token, min(token + BOUND, stop)):
@@ -218,7 +219,7 @@ def sees(call, first, last, kv_len, begin, end):
 def tokens_seeing(call, start, stop, kv_len, bounds, begin, end):
     """The first and one past the last query token of [start, stop) that sees any of the keys [begin, end).
 
-    `bounds` are those of `list_bounds`, by which most tokens that see none of them are passed over.
+    `bounds` are those of `list_bounds`. With them, most tokens that see none of these keys are skipped.
     """
     first, last = stop, start
     for token in range(start, stop, BOUND):

@@ -32,7 +32,7 @@ def clear_largest(call):
 
 @inlined
 def cap_of_products(call):
-    """The soft cap for `multiply_keys`, 0 if it has none to apply: `keep_largest` caps the logits that it has seen."""
+    """The soft cap that `multiply_keys` applies; 0 if `keep_largest` applies it, after it has seen the logits."""
     return 0.0 if call.return_max_logits else call.soft_cap
 
 

@@ -1,7 +1,7 @@
 """The gradient of packed attention to the keys that lists of blocks name: a part of `varlen_attention_backward`.
 
-What any query of a sequence names is read once, a range of keys at a time, and each query visits its own keys of a
-range: it adds to the gradients of these keys, and to its own.
+The keys that any query of a sequence names are read once, a range of keys at a time. Each query then visits its own
+keys in the range: it adds to the gradients of these keys, and to its own gradient.
 """
 
 from ragged_attention.portable.numba import _masks, _selected
@@ -43,7 +43,7 @@ def prefetch_named(call, head, named, base, first, stop, packed):
 
 @compiled
 def list_own(call, tile, token, bounds, row, base, first, stop, kv_len):
-    """List those of the keys [first, stop) that a token sees within its bounds; returns how many they are.
+    """List those of the keys [first, stop) that a token sees within its bounds; returns their number.
 
     `row` is the token's row of a table whose first block is `base`.
     """
@@ -87,7 +87,7 @@ def add_own_gradients(call, tile, rows, count, dq):
 
 @compiled
 def attend_to_blocks_backward(call, tile, unit, head, dq, named):
-    """`attend_backward` for a call with lists of blocks; `named` has room for a table of what they name (`_selected`).
+    """`attend_backward` for a call with lists of blocks; `named` has room for a table (`_selected`).
 
     Each token visits the keys of a tile that it names and sees, so the time follows the lists.
     """

@@ -1,4 +1,4 @@
-"""Reading and writing what one program of the gradient of packed attention has: rows of queries, keys and gradients."""
+"""Reads and writes a program's rows of queries, keys and gradients, in the gradient of packed attention."""
 
 from ragged_attention.portable.numba import _masks
 from ragged_attention.portable.numba._formats import narrow, size_of, widen
@@ -10,7 +10,7 @@ from ragged_attention.portable.numba._vectors import compiled, float_at, inlined
 def read_keys(call, tile, head, first, key, count):
     """Read `count` packed keys and values from row `first` on into the tile's rows from row `key` on.
 
-    A `paired` tile notes where they lie too.
+    A `paired` tile also records their addresses.
     """
     size = size_of(call.q_format)
     for place in range(first, first + count):

@@ -125,7 +125,7 @@ def plan(address):
 
 # ---- one program
 
-TOKENS_AHEAD = 2  # of which queries are prefetched
+TOKENS_AHEAD = 2  # how many tokens ahead queries are prefetched
 
 
 @inlined

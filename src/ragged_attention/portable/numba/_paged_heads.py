@@ -1,12 +1,12 @@
-"""Several KV heads in one program, so that memory is read in the order in which it lies: a part of `_paged`'s kernel.
+"""Several KV heads in one program, so that memory is read in order: a part of `_paged`'s kernel.
 
-In most layouts the rows that all KV heads have of a position lie side by side. A program of one head would skip those
-of the others, and come back for them when they have left the caches; a core reads scattered pieces at half the rate of
-whole pages. A program of few rows therefore goes from tile to tile of keys and computes several heads for each. While
-it multiplies those of one head, it prefetches a part of the next tile, all heads of one position after another.
+In most layouts, the rows of all KV heads lie side by side for each position. A program of one head would skip the rows
+of the other heads, and their programs would read these when they have left the caches. A core reads scattered pieces at
+half the rate of whole pages. A program of few rows therefore computes several heads for each tile of keys. While it
+multiplies the keys of one head, it prefetches a part of the next tile: all heads of one position after another.
 
-There are as many heads in a program as leave each thread some programs. Each head is computed as by a program of its
-own, so their number changes no bit.
+The number of heads in a program leaves each thread several programs. Each head is computed as by a program of its own,
+so this number changes no bit.
 """
 
 from ragged_attention.portable.numba._formats import size_of
@@ -17,7 +17,7 @@ PROGRAMS_PER_THREAD = 8  # so that threads have nearly equal shares of the work
 
 @compiled
 def heads_per_program(num_kv_heads, num_programs, num_threads):
-    """How many of the KV heads a program computes, where `num_programs` of one head each would keep threads at work."""
+    """The number of KV heads that a program computes; with one head each, there would be `num_programs` programs."""
     heads = num_kv_heads
     while heads > 1 and num_programs < PROGRAMS_PER_THREAD * num_threads * heads:
         heads = heads // 2 if heads % 2 == 0 else 1
@@ -26,9 +26,9 @@ def heads_per_program(num_kv_heads, num_programs, num_threads):
 
 @compiled
 def heads_together(call, num_programs):
-    """How many KV heads a program of few rows computes: several only if their rows lie side by side.
+    """The number of KV heads that a program of few rows computes: several only if their rows lie side by side.
 
-    What lists of blocks name differs by head, and the state of segments is kept for one head.
+    It is 1 with lists of blocks, which differ by head, and in segments, whose state is kept for one head.
     """
     side_by_side = call.num_kv_heads * call.k_pages_head_stride <= call.k_pages_slot_stride
     if call.num_lists or call.segment_kv or not side_by_side:
@@ -38,10 +38,10 @@ def heads_together(call, num_programs):
 
 @compiled
 def list_parts(slots, parts, count, part, heads, step):
-    """List part `part` of the rows that `heads` heads have of `count` keys, in as many parts as heads.
+    """List part `part` of the rows of `count` keys in `heads` heads; there are as many parts as heads.
 
-    `slots` lists the addresses of the first head's rows, 0 for a missing one; those of a head are `step` bytes after
-    those of the head before it.
+    `slots` lists the addresses of the first head's rows, 0 for a missing one. The rows of each further head are `step`
+    bytes after those of the head before it.
     """
     key, head = count * part // heads, count * part % heads
     for index in range(count):
@@ -54,7 +54,7 @@ def list_parts(slots, parts, count, part, heads, step):
 
 @inlined
 def expect_parts(call, tile, part, heads):
-    """Make part `part` of what `slots` and `v_slots` list for `heads` heads what is prefetched meanwhile."""
+    """Prefetch part `part` of the rows in `slots` and `v_slots`, of `heads` heads, during the next products."""
     k_step, v_step = size_of(call.k_codes) * call.k_pages_head_stride, size_of(call.v_codes) * call.v_pages_head_stride
     list_parts(tile.slots, tile.parts, tile.ahead, part, heads, k_step)
     list_parts(tile.v_slots, tile.v_parts, tile.ahead, part, heads, v_step)

@@ -1,4 +1,4 @@
-"""Where the keys and values of `_paged`'s kernel lie, and in which form they are multiplied."""
+"""The places of keys and values in `_paged`'s kernel, and the form in which they are multiplied."""
 
 import numpy as np
 
@@ -39,7 +39,7 @@ def reads_in_place(call, tile):
 
 @inlined
 def values_in_place(call):
-    """Whether values are multiplied in the cache itself where there are few rows."""
+    """Whether values are multiplied in the cache itself if there are few rows."""
     return call.v_codes == FLOAT32 and call.v_head_dim % COLUMNS == 0
 
 

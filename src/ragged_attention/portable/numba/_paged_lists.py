@@ -1,7 +1,7 @@
 """Attention to the keys that lists of blocks name, over K and V in pages or packed: a part of `_paged`'s kernel.
 
-What any token of a unit names is read once, a range of keys at a time, and each token visits its own keys of a range.
-Values and weights that tokens share are float32; a token alone has them as the kernel has them without lists.
+The keys that any token of a unit names are read once, a range of keys at a time, and each token visits its own keys in
+the range. Values and weights that tokens share are float32. Those of a token alone are as in a call without lists.
 """
 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
@@ -37,8 +37,8 @@ from ragged_attention.portable.numba._vectors import (
 def list_named(call, tile, unit, head, base, position, stop):
     """List the next keys of [position, stop) that the unit's lists name, from a range of as many keys as a tile holds.
 
-    `base` is the first block of the tile's table. Returns the first of the keys, how many they are and how many of them
-    have no page.
+    `base` is the first block of the tile's table. Returns the first key, the number of keys and the number of those
+    that have no page.
     """
     first, count, holes = _selected.next_key(call, tile.named, base, position, stop), 0, 0
     begin, stop = first, min(first + tile.keys, stop)
@@ -54,13 +54,13 @@ def list_named(call, tile, unit, head, base, position, stop):
 
 @inlined
 def shares_values(call, unit):
-    """Whether values are read to a place where all tokens of a unit find them, as values with scales always are."""
+    """Whether values are read once for all tokens of a unit. Values with scales always are."""
     return unit.last - unit.first > 1 or call.listed_scales != 0
 
 
 @branch("listed_scales")
 def read_scaled_key(call, tile, index, source, target):
-    """Read a listed key, where rows of keys or of values have scales."""
+    """Read a listed key, if rows of keys or of values have scales."""
     read_row(keys_of(call), source, int_at(tile.k_scales, index), target, call.head_dim, tile.scratch)
 
 
@@ -72,7 +72,7 @@ def read_scaled_value(call, tile, index, source, target):
 
 @compiled
 def read_named(call, tile, first, count, shared):
-    """Read `count` listed keys and values and note where each lies, at its distance from position `first`.
+    """Read `count` listed keys and values, and record the address of each at its distance from position `first`.
 
     If tokens share them, even keys that could be multiplied in the cache are copied, so that they lie close together.
     Values for one token are read later, see `add_values`.
@@ -192,7 +192,7 @@ def attend_to_blocks(call, tile, unit, head, low, high):
     factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
     first_block, stop_block = _selected.blocks_of(call, low, high)
     set_row_bytes(call, tile)
-    tile.ahead = 0  # what is next is prefetched here, not beside the products of each token
+    tile.ahead = 0  # the next keys are prefetched here, not during the products of each token
     for base in range(first_block, stop_block, at_once):
         blocks = min(at_once, stop_block - base)
         stop = min((base + blocks) * size, high)

@@ -1,4 +1,4 @@
-"""What the draft mask and the biases by position do to the logits of `_paged`'s kernel: branches of it."""
+"""The draft mask and the biases by position, applied to logits: branches of `_paged`'s kernel."""
 
 from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._masks import hide_gaps
@@ -41,7 +41,7 @@ def hide_unseen(call, tile, unit, rows, first, count):
 
 @branch("alibi_slopes")
 def add_slopes(call, tile, unit, head, rows, first, count):
-    """Add what ALiBi does to the logits of `count` keys, from position `first` on."""
+    """Add ALiBi's biases to the logits of `count` keys, from position `first` on."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     position = kv_len_of(call, unit.seq) - stop + unit.first
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""Rows of K and V with scales of their own, in tiles of `_paged`'s kernel: branches of it."""
+"""Tiles of rows of K and V that have scales of their own: branches of `_paged`'s kernel."""
 
 import math
 

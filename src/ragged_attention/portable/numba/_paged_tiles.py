@@ -115,7 +115,7 @@ def attend_to_tile(call, tile, unit, head, rows, first, count, holes):
 
 @branch("unlisted")
 def attend_to_range(call, tile, unit, first_head, heads, rows, low, high):
-    """Attend from a unit's rows to the keys [low, high), one tile of keys after another, of each for all `heads`."""
+    """Attend from a unit's rows to the keys [low, high), tile by tile; each tile is computed for all `heads`."""
     set_row_bytes(call, tile)
     tokens, kv_len, next_head = (unit.first, unit.last), kv_len_of(call, unit.seq), first_head + heads
     size = min(call.decode_kv, tile.keys) if call.decode_kv and rows <= _tiles.FEW_ROWS else tile.keys

@@ -1,9 +1,9 @@
-"""How Numba compiles the functions of a kernel: it translates each of them, and optimises them together.
+"""Compiles the functions of a kernel with Numba: each is translated alone, and all are optimised together.
 
-Numba by itself optimises each function with all that it calls, and makes machine code of it, so what a kernel's inner
-functions hold would be optimised over and over. Here an inner function is a *part*: LLVM's code as it was first
-written. Only the function that C calls is linked with its parts, optimised, and made machine code of. A part is
-inlined always or never, since LLVM takes far longer for one large function than for many small ones.
+By itself, Numba optimises each function together with all functions that it calls, and compiles it to machine code. So
+a kernel's inner functions would be optimised over and over. Here an inner function is a *part*: LLVM code that is not
+yet optimised. Only the function that C calls is linked with its parts, optimised, and compiled to machine code. A part
+is always or never inlined, since LLVM takes far longer for one large function than for many small ones.
 """
 
 from typing import Any, ClassVar, Literal
@@ -42,7 +42,7 @@ class Part(JITCodeLibrary):
             if function.blocks and "alwaysinline" not in function.attributes:
                 function.attributes.add("noinline")
         self.texts.append(cgutils.normalize_ir_text(str(ir_module)))
-        for function in ir_module.functions:  # which refer to their blocks, and these to them
+        for function in ir_module.functions:  # break the reference cycles of functions and their blocks
             for block in function.blocks:
                 block.instructions.clear()
             function.blocks.clear()
@@ -69,7 +69,7 @@ def link_parts(library: Any) -> None:
     """Link the code of a function that C calls with all the parts that it needs."""
     libraries = {library: None}
     waiting = [library]
-    for each in waiting:  # which grows meanwhile
+    for each in waiting:  # the list grows during the loop
         new = [other for other in each._linking_libraries if other not in libraries]
         libraries |= dict.fromkeys(new)
         waiting += new if isinstance(each, Part) or each is library else []
@@ -102,13 +102,13 @@ class PartLowering(NativeLowering):
         return True
 
 
-class Remembering:
-    """Numba's typing context, which here finds the signature of an operator or intrinsic only once.
+class CachingContext:
+    """Numba's typing context, but it searches for the signature of an operator or intrinsic only once.
 
     Numba itself searches at each call, which takes as long as the rest of its type inference.
     """
 
-    _found: ClassVar[dict[tuple[Any, ...], Any]] = {}
+    _signatures: ClassVar[dict[tuple[Any, ...], Any]] = {}
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -120,20 +120,20 @@ class Remembering:
         if kws or not isinstance(function, types.Function):
             return self._context.resolve_function_type(function, args, kws)
         key = (function, args)
-        if key not in self._found:
-            self._found[key] = self._context.resolve_function_type(function, args, kws)
-        return self._found[key]
+        if key not in self._signatures:
+            self._signatures[key] = self._context.resolve_function_type(function, args, kws)
+        return self._signatures[key]
 
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class PartInference(NopythonTypeInference):
-    """Numba's type inference, with a memory, and with own functions for BUILTINS."""
+    """Numba's type inference, with a cache of signatures and with our own functions for BUILTINS."""
 
     _name = "ragged_attention_part_inference"
 
     def run_pass(self, state: Any) -> Literal[True]:
         replace_builtins(state.func_ir)
-        context, state.typingctx = state.typingctx, Remembering(state.typingctx)
+        context, state.typingctx = state.typingctx, CachingContext(state.typingctx)
         try:
             return super().run_pass(state)
         finally:
@@ -151,16 +151,16 @@ class PartCompiler(CompilerBase):
     def define_pipelines(self) -> list[Any]:
         if not self._pipelines:
             manager = PassManager("ragged_attention_part")
-            for kind, told in DefaultPassBuilder.define_nopython_pipeline(self.state).passes:
+            for kind, description in DefaultPassBuilder.define_nopython_pipeline(self.state).passes:
                 if kind.__name__ not in SPARED:
-                    manager.add_pass(REPLACED.get(kind, kind), told)
+                    manager.add_pass(REPLACED.get(kind, kind), description)
             manager.finalize()
             self._pipelines.append(manager)
         return self._pipelines
 
 
 class PartFunction(CPUDispatcher):
-    """A function that becomes a part, with a memory for what Numba asks at each of its calls."""
+    """A function that becomes a part, with a cache of the templates that Numba requests at each call."""
 
     def __init__(self, function: Any, **options: Any) -> None:
         super().__init__(function, targetoptions=options, pipeline_class=PartCompiler)
@@ -176,9 +176,9 @@ class PartFunction(CPUDispatcher):
 
 
 class Inlined(PartFunction):
-    """A function that LLVM puts in the place of its calls, where it knows what is constant.
+    """A function that LLVM inlines, and then specialises for constant arguments.
 
-    So Numba need not compile it anew for each constant among its arguments.
+    So Numba need not compile it again for each constant among its arguments.
     """
 
     def get_call_template(self, args: Any, kws: Any) -> Any:

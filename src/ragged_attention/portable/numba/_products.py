@@ -215,7 +215,7 @@ def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE, keys_pe
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns]; the arguments are those of `_block_of`.
 
     `p` has two strides, `v` and `out` have one. Columns are computed some vectors at a time, the last of them two
-    vectors at a time. What the keys outside `spans` (see `span_of`) would add is left out. If `listed`, the function
+    vectors at a time. Keys outside `spans` (see `span_of`) add nothing. If `listed`, the function
     also takes a list of rows, which it prefetches while it multiplies the first rows, and their number.
     """
     wide_block, block = (_block_of(add, count, listed, fresh) for count in (vectors, COLUMNS // LANES))

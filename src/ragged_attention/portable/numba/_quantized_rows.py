@@ -1,6 +1,6 @@
 """New rows of K and V as codes and scales, by the rules that `write_kv_pages` documents.
 
-Every step is rounded to float32 as the definition rounds it, so that bytes do not depend on the machine.
+Every step is rounded to float32 as the reference rounds it, so that bytes do not depend on the machine.
 """
 
 from typing import Any
@@ -46,7 +46,7 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-# What a row's largest magnitude is divided by; 224 is less than the largest float8_e4m3fnuz, as in vLLM.
+# The divisor of a row's largest magnitude. 224 is less than the largest float8_e4m3fnuz, as in vLLM.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 224.0}
 LEAST_SCALE, LARGEST_ZERO, LARGEST_E2M1 = np.float32(1e-6), np.float32(32768), np.float32(6)
 NAN = np.float32(np.nan)
@@ -72,7 +72,7 @@ def store_scale(code, target, scale):
 
 @function_of(vector, vector)
 def without_nan(builder: Any, a: Any) -> Any:
-    """`a` with 0 in the place of NaN."""
+    """`a`, with each NaN replaced by 0."""
     return builder.select(builder.fcmp_unordered("uno", a, a), constant(FLOATS, 0.0), a)
 
 
@@ -217,7 +217,8 @@ def multiply_by_power(values, count, exponent):
 def quantize(side, row, columns, scale, largest, target, scales):
     """Store a row of floats, which is overwritten and has memory for whole vectors, as codes with their scales.
 
-    `scale` multiplies the values of its KV head; `largest` is that of LARGEST. A subnormal `scale` counts as 0.
+    `scale` multiplies the values of its KV head; `largest` is the entry of LARGEST for the codes. A subnormal `scale`
+    counts as 0.
     """
     if abs(scale) < np.float32(_formats.SMALLEST_FLOAT32):
         scale *= np.float32(0)
@@ -227,7 +228,7 @@ def quantize(side, row, columns, scale, largest, target, scales):
     if scale != 1:
         for index in range(0, columns, LANES):
             store(row, index, load(row, index) / splat(scale))
-    fill(row, columns, up_to(columns, LANES), float_at(row, 0))  # a number that changes no maximum
+    fill(row, columns, up_to(columns, LANES), float_at(row, 0))  # padding that changes no maximum
     if side.scale_codes == E8M0:
         quantize_by_powers(side, row, columns, target, scales)
     elif side.zero:

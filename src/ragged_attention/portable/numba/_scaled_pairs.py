@@ -132,16 +132,16 @@ def scaled_pair_of_e2m1(builder: Any, first: Any, second: Any, index: Any, scale
 # ---- powers of two
 
 ONE = 127  # the code of 2 ** 0 in e8m0
-LEAST_POWER, MOST_POWER = ONE - 117, ONE + 119  # the usual ones, for e4m3 and e2m1
+LEAST_POWER, MOST_POWER = ONE - 117, ONE + 119  # the codes of the least and greatest usual power, for e4m3 and e2m1
 BYTES = ir.VectorType(I8, LANES)
-# Multiplied by the least power. No step makes the bits of 0 positive, or raises those of NaN.
+# The bits of all numbers times the least power. No step makes the bits of 0 positive, or raises those of NaN.
 _LEAST_E4M3 = np.where(E4M3_BITS == 0, 0x8000, np.where(E4M3_BITS >= 0x7F80, 0x7FFF, E4M3_BITS - (117 << 7)))
 _LEAST_E2M1 = np.where(_E2M1_PAIRS & 0x7FFF, _E2M1_PAIRS - (117 << 7), _E2M1_PAIRS)
 
 
 @inlined
 def steps_of(first, second):
-    """What the lower and upper halves of lanes are raised by, from the codes of two powers."""
+    """The steps by which the lower and upper halves of lanes are raised, from the codes of two powers."""
     return splat(float_of(((first - LEAST_POWER) << 7) + ((second - LEAST_POWER) << 23)))
 
 
@@ -152,7 +152,7 @@ def unusual(power):
 
 
 def _raised_e4m3(builder: Any, codes: Any, steps: Any) -> Any:
-    """`codes` holds each code twice."""
+    """Emit `raised_e4m3` for `codes`, which holds each code twice."""
     magnitudes, signs = (builder.bitcast(each, SHORTS_OF_PAIRS) for each in magnitudes_of(builder, _LEAST_E4M3, codes))
     name = f"llvm.sadd.sat.v{2 * LANES}i16"
     raised = called(builder, name, SHORTS_OF_PAIRS, magnitudes, builder.bitcast(steps, SHORTS_OF_PAIRS))

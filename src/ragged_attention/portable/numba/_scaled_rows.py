@@ -1,10 +1,10 @@
 """Rows of K and V whose scales are stored beside their codes: where the scales lie, and the rows' values.
 
-The host describes the rows of each side, K and V, to a kernel by the record `SIDE`, which holds what their `KvFormat`
-says; rows without scales are described too. A scale of a whole row is *folded*: it multiplies logits, or weights, and
-the codes stay as they are. The scales of blocks of columns multiply the codes as they are read, and a zero point is
-subtracted from them then. Where pairs of bfloat16 are multiplied, these hold the products exactly, and the differences
-from integer zero points; what an integer leaves of a zero point is subtracted from logits and results (`_tiles`).
+The host describes the rows of each side, K and V, to a kernel by the record `SIDE`, which has the facts of their
+`KvFormat`; rows without scales are described too. A scale of a whole row is *folded*: it multiplies logits, or weights,
+and the codes stay as they are. The scales of blocks of columns multiply the codes as they are read, and a zero point is
+then subtracted from them. Pairs of bfloat16 hold these products exactly, and also the differences from integer zero
+points. The rest of a zero point, after its nearest integer, is subtracted from logits and results (`_tiles`).
 """
 
 from collections.abc import Sequence
@@ -62,13 +62,13 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-UINT4 = len(STORED)  # the code of a format that no other rows have
+UINT4 = len(STORED)  # the code of a format that only rows with scales have
 CODES = STORED | {"uint4": UINT4}
 ZEROS = {"": 0, "mantissa": 1, "stored": 2}
 MANTISSA, STORED_ZERO = ZEROS["mantissa"], ZEROS["stored"]
 # `scale_step` is the stride in bytes from a scale of a row to the next one. Without scales, `num_scales` is 0.
 SIDE = ("codes", "scale_codes", "num_scales", "scale_step", "group", "zero")
-MOST_SCALES = 32  # of a row
+MOST_SCALES = 32  # per row
 SCRATCH = 4 * MOST_SCALES + 64  # bytes for a row's scales as floats, and for up to 64 bytes of codes or scales
 CODES_AT = 4 * MOST_SCALES
 
@@ -103,7 +103,7 @@ def folded(side):
 
 @inlined
 def expanded(side):
-    """Whether the codes of a row become other numbers as they are read, by scales of blocks or since bytes hold two."""
+    """Whether a row's codes become other numbers as they are read: they have scales of blocks, or two lie in a byte."""
     return side.group > 0 or side.codes == UINT4
 
 
@@ -125,8 +125,8 @@ def is_finite(number):
 def load_scales(side, source, scratch):
     """Read a row's scales at the address `source` as floats into `scratch`, which has SCRATCH bytes.
 
-    A scale of a whole row is followed by its zero point. Returns whether the values of the row, without a folded scale,
-    are finite, as far as its scales decide that, and a folded scale is finite too.
+    A scale of a whole row is followed by its zero point. Returns whether these are finite or, for scales of blocks,
+    whether they leave all values finite.
     """
     if side.group == 0:
         scale, point = scale_at(side.scale_codes, source), np.float32(0)
@@ -261,7 +261,7 @@ def nvfp4_at(side, source, column, scales):
 @inlined
 def key_of_nvfp4(side, source, scales, row):
     step = side.scale_step
-    for block in range(0, side.num_scales, 2):  # whose number is even (`pairs_with`)
+    for block in range(0, side.num_scales, 2):  # the number of blocks is even (`pairs_with`)
         first, second = byte_at(scales, block * step), byte_at(scales, (block + 1) * step)
         store(row, block * (LANES // 2), scaled_e2m1(source, block * 8, first, second))
     return True

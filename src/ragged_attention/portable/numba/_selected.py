@@ -1,10 +1,10 @@
-"""Which keys a query sees if lists name blocks of keys for each KV head: a seam between masks and the kernels.
+"""The keys that a query sees if lists name blocks of keys for each KV head: an interface between masks and kernels.
 
-A program marks what the lists of its query tokens name in a *table* of bits: a row for each token and before them one
-for all, with a bit for each of `blocks_at_once` blocks. So a block that is named twice counts once, the order of a list
-does not matter, and a table is not larger than the lists. A program goes from one range of named keys to the next,
-reads what any token names of it, and each token then visits its own keys among them. Other masks hold within the
-blocks.
+A program marks the blocks that its query tokens' lists name in a *table* of bits. The table has one row for all tokens,
+then a row for each token, with a bit for each of `blocks_at_once` blocks. So a block that is named twice counts once,
+the order of a list does not matter, and a table is not larger than the lists. A program goes from one range of named
+keys to the next. It reads the keys in the range that any token names, and each token then visits its own keys among
+them. Other masks hold within the blocks.
 """
 
 from numba.core import types
@@ -14,9 +14,9 @@ from ragged_attention.portable.numba._branches import branch
 from ragged_attention.portable.numba._records import up_to
 from ragged_attention.portable.numba._vectors import compiled, inlined, int32_at, int_at, set_int, trailing_zeros, zero
 
-BITS = 64  # in a word of a table
-MIN_BLOCKS = 64 * BITS  # in a table, so that marking few blocks at a time costs little
-SPARE = 8  # words behind a row's blocks, see `mark`
+BITS = 64  # bits in a word of a table
+MIN_BLOCKS = 64 * BITS  # minimum blocks in a table: marking few blocks at a time costs more
+SPARE = 8  # words after a row's blocks, see `mark`
 
 
 @inlined
@@ -56,7 +56,7 @@ def table_size(call, tokens, low, high):
 def divide_lists(call, units, seq, first, last, low, high):
     """`add_splits`, or `add_segments`, for query tokens [first, last), whose lists name blocks of the keys [low, high).
 
-    How many keys a list names at most says how many splits there are; each of these has a range of positions.
+    The number of splits depends on the most keys that a list can name. Each split has a range of positions.
     """
     call.named_size = max(call.named_size, table_size(call, last - first, low, high))
     keys = min(high - low, call.num_selected * call.block_size)
@@ -67,7 +67,7 @@ def divide_lists(call, units, seq, first, last, low, high):
 
 @compiled
 def mark(call, table, first, last, head, base, blocks):
-    """Write a table: which of the blocks [base, base + `blocks`) the lists of tokens [first, last) name for a KV head.
+    """Write a table of the blocks of [base, base + `blocks`) that the lists of tokens [first, last) name for a KV head.
 
     Other entries set bits in the spare words: that is faster than a branch, and several words are faster than one.
     """
@@ -88,7 +88,7 @@ def mark(call, table, first, last, head, base, blocks):
 def next_block(row, block, stop):
     """The first block of [block, stop) that a table's row has marked, else `stop`; the table's first block is 0."""
     while block < stop:
-        rest = int_at(row, block // BITS) >> block % BITS  # of a negative word, ones come in behind the last block
+        rest = int_at(row, block // BITS) >> block % BITS  # a negative word shifts in ones, after the last block
         if rest:
             return min(block + trailing_zeros(rest), stop)
         block = (block // BITS + 1) * BITS
@@ -117,7 +117,7 @@ def end_of_run(call, row, base, position, stop):
 
 @compiled
 def list_marked(call, row, base, first, stop, positions):
-    """List the marked keys of [first, stop) in ascending order; returns how many they are."""
+    """List the marked keys of [first, stop) in ascending order; returns their number."""
     shift, count = trailing_zeros(call.block_size), 0
     if first >= stop:
         return count

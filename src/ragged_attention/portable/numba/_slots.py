@@ -3,7 +3,7 @@
 A program writes the tokens of some pages, in order, so if two tokens have the same slot, the later one wins.
 """
 
-from ragged_attention.calls import WriteIndexerCache, dtype_name
+from ragged_attention.calls import dtype_name
 from ragged_attention.calls.paged import TableWrite
 from ragged_attention.portable.numba._records import NO_MEMORY, programs
 from ragged_attention.portable.numba._sequences import max_sequences, num_sequences, packed_queries_of, within
@@ -60,7 +60,7 @@ def write_tokens(address, call, size, write):
     return 0
 
 
-def numbers_of(call: TableWrite | WriteIndexerCache) -> dict[str, int]:
+def numbers_of(call: TableWrite) -> dict[str, int]:
     """The NUMBERS that are not properties of the call."""
     if call.slot_mapping is not None:
         return {"wide_slots": dtype_name(call.slot_mapping) == "int64", "capacity": 0}

@@ -65,7 +65,7 @@ def capped(s, count, soft_cap):
 
 @inlined
 def sloped(logits, slope, distance):
-    """The logits of consecutive keys with what ALiBi adds; the first key is at `distance` after the query."""
+    """The logits of consecutive keys with ALiBi's biases; the first key is at `distance` after the query."""
     return fma(splat(slope), splat(np.float32(distance)) + lane_numbers(), logits)
 
 
@@ -115,10 +115,10 @@ def multiply_row(row, factors, count):
 
 @compiled
 def multiply_weights(s, factors, count, row, l_i, means):
-    """Multiply a row's `count` weights, of which `l_i` has the sum, by the finite factors of their keys.
+    """Multiply a row's `count` weights, whose sum is in `l_i`, by the finite factors of their keys.
 
-    `means` has the mean magnitude of the factors of all keys so far, by their weights, in each row. Returns whether few
-    keys have most of the products, as `weigh` does for weights.
+    `means` has, for each row, the mean magnitude of all keys' factors so far, weighted by the keys' weights. Returns
+    whether few keys have most of the products, as `weigh` does for weights.
     """
     sums = products = squares = splat(0.0)
     for index in range(0, count, LANES):
@@ -138,8 +138,8 @@ def weigh(s, s_width, count, row, m_i, l_i, out, columns):
     """Replace the logits of ROWS rows, from row `row` on, by weights, and update the softmax state of these rows.
 
     `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit that is to
-    get no weight is NOTHING. Returns a bit for each row of whose weight few keys have most, so that rounding weights to
-    bfloat16 would show in the result.
+    get no weight is NOTHING. Returns a bit for each row in which few keys have most of the weight, so that rounding
+    weights to bfloat16 would show in the result.
     """
     s0, s1, s2, s3 = s, s + 4 * s_width, s + 8 * s_width, s + 12 * s_width
     high0, high1, high2, high3 = load(s0, 0), load(s1, 0), load(s2, 0), load(s3, 0)

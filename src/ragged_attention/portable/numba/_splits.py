@@ -90,7 +90,8 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
     """Split the range [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
 
     The rows see up to `keys` keys of the range. Returns their work. `units` is the address of the list. Each KV head
-    has a program for each split, which begins with keys that nothing has prefetched, so there are as few as suffice.
+    has a program for each split. It begins with keys that nothing has prefetched, so there are as few splits as
+    suffice.
     """
     work = (last - first) * keys
     num_splits = splits_of(work, keys, call.work, min(max(PROGRAMS // call.num_kv_heads, 1), SHARES), max_splits)
@@ -101,7 +102,7 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
 
 @compiled
 def add_segments(call, units, seq, token, first, last, low, high, keys):
-    """`add_splits`, of which each is a segment: `segment_kv` consecutive keys from a multiple of that number on.
+    """`add_splits` for splits that are segments: `segment_kv` consecutive keys, from a multiple of that number on.
 
     A block with a small share of the total work has one unit, whose program attends to one segment after another. As
     the results of segments are merged in the same way in both cases, the choice does not change any bit.
@@ -286,10 +287,10 @@ def is_last(call, tile, unit, head, rows):
 def run_units(address, call, max_rows, latent, paired, table, named, segments, read_queries, attend, finish):
     """Run programs, each of which computes one unit for one KV head with three functions that the kernel supplies.
 
-    The first program of a unit of few rows does so for the call's `heads` KV heads, and the programs of the others do
-    nothing; the rows of one head lie after those of another.
-    `table` and `named` are the sizes of a tile's tables of what lists name (see `new_tile`). With `named`, one token's
-    rows are multiplied at a time. `segments` says that keys are attended to in segments.
+    If a unit has few rows, its first program computes `heads` KV heads, whose rows lie one head after another, and the
+    programs of the other heads do nothing. `table` and `named` are the sizes of a tile's tables for lists (see
+    `new_tile`). With `named`, one token's rows are multiplied at a time. With `segments`, keys are attended to in
+    segments.
     """
     width = call.head_dim // 2 if paired else call.head_dim
     group = call.num_q_heads // call.num_kv_heads

@@ -5,24 +5,25 @@ rows of whole vectors, and the number of rows is a multiple of ROWS. In a `paire
 weights are bfloat16, two in each *place* of 32 bits. A place of a query or key holds columns d and d + head_dim / 2, or
 two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
 adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
-rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` says for each group of ROWS rows
-whether it has any. All rows do if a list `repeats` a key, whose equal rounding errors would add up. Each row sees no
-position outside [left, right). Each ROWS rows are multiplied with the keys that one of them sees by these bounds, whose
-range in the tile is in `spans`; other logits are arbitrary until they become weights of 0.
+rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` marks the groups of ROWS rows
+that have such rows. All rows keep them if a list `repeats` a key, whose equal rounding errors would add up. Each row
+sees no position outside [left, right). Each group of ROWS rows is multiplied with the keys that one of them sees by
+these bounds, whose range in the tile is in `spans`; other logits are arbitrary until they become weights of 0.
 
-Rows of K and V that are stored with scales have these at the addresses `k_scales` and `v_scales`. Scales of whole rows
-become factors of the keys, `k_factors` and `v_factors`; `mean_factors` has the mean of the latter by each row's weights
-(`multiply_weights`). Of a zero point that is no integer from 0 to 15, a paired tile subtracts the nearest one from the
-codes; `k_rests` and `v_rests` have the rest. It changes a logit by the sum of a query's columns, of which `q_sums` has
-one for each row.
+`k_scales` and `v_scales` have the addresses of the scales of K and V rows that are stored with scales. Scales of whole
+rows become factors of the keys, `k_factors` and `v_factors`; `mean_factors` has the mean of the latter, weighted by
+each row's weights (`multiply_weights`). If a zero point is not an integer from 0 to 15, a paired tile subtracts the
+nearest such integer from the codes, and `k_rests` and `v_rests` have the rest. The rest changes a logit in proportion
+to the sum of the query's columns, which `q_sums` has for each row.
 
-The lists that begin with `next` have the next keys. The rows of `k_bytes` and `v_bytes` at the addresses `coming` and
-`coming_values`, `ahead` of each, are prefetched one by one while the current keys are multiplied, so that memory is
-never idle: those of the next keys, or a part of what the next tile has for all of a program's heads (`_paged_heads`).
-The scales of latents that lie apart from their rows, `scale_bytes` of each, take the place of values there.
+The lists whose names begin with `next` have the next keys. While the current keys are multiplied, `ahead` rows of
+`k_bytes` at the addresses `coming`, and as many of `v_bytes` at `coming_values`, are prefetched one by one, so that
+memory is never idle. These are the rows of the next keys, or a part of the next tile's rows for all of a program's
+heads (`_paged_heads`). If scales of latents lie apart from their rows, `scale_bytes` of each take the place of values
+there.
 
-The rows of logits, transposed keys and values are a vector longer than they need to be: at a stride that is a power of
-two, the rows that are multiplied together would have few places in a first cache.
+The rows of logits, transposed keys and values are one vector longer than necessary: if their stride were a power of
+two, the rows that are multiplied together would compete for few places in a first cache.
 """
 
 import numpy as np
@@ -93,7 +94,7 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
 
     `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
     the beginning of its key's row. `table` is the size in bytes of the table of a list's keys, see `_latent`; `named`
-    is that of the table of what lists of blocks name, see `_selected`, and `named_row` that of one of its rows.
+    is that of the table of the blocks that lists name, see `_selected`, and `named_row` that of one of its rows.
     `rows_at_once` of the rows are multiplied at a time. A tile whose keys are attended to in `segments` keeps a second
     state of its rows, and a product of a row and a key is summed in one order however many rows there are.
     """
@@ -237,7 +238,7 @@ def prefetch_rows(sources, first, stop, size):
 
 @compiled
 def prefetch_rows_early(sources, first, stop, size):
-    """`prefetch_rows` for many rows, which are used later than those of a few tiles."""
+    """`prefetch_rows` for many rows that are used much later; see `prefetch_early`."""
     for index in range(first, stop):
         prefetch_early(int_at(sources, index), size)
 
@@ -412,7 +413,7 @@ def round_rows(tile, first, uneven, count, rests):
         if uneven and not lost:
             zero(tile.lost + offset, 2 * count)
         round_weights(tile.s + offset, lost, count)
-        if rests:  # of the weights that will be multiplied, so that their rounding changes no mean of zero
+        if rests:  # by the rounded weights, so that rounding does not move a mean away from zero
             rest = sum_of_rests(tile.s + offset, lost, rests, count)
             add_in_all(tile.out + 4 * row * tile.columns, tile.columns, -rest)
 
@@ -452,8 +453,8 @@ def multiply_few(tile, keys, rows, count, factor, scores):
     """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists.
 
     `scores` is that of floats or of pairs. Some keys are multiplied at a time. Rows before the first and after the last
-    one that sees any of them are left out. Beside keys that lie in the cache, whole rows of coming ones are prefetched,
-    and beside others as many before them.
+    one that sees any of them are left out. If keys are multiplied in the cache, coming rows are prefetched during their
+    products, otherwise before them.
     """
     width, s_width, in_place = tile.width, tile.s_width, keys == tile.sources
     for key in range(0, count, STEP):
@@ -539,7 +540,7 @@ def mix_floats(call, tile, rows, count, in_place):
 def mix_pairs(call, tile, rows, count):
     """`mix_values` for a `paired` tile.
 
-    What rounding took of the weights is multiplied for the groups of ROWS rows that need it.
+    The weights' rounding errors are multiplied too, for the groups of ROWS rows that need it.
     """
     s_width, v_width, columns, v, spans = tile.s_width, tile.v_width, tile.columns, tile.v, tile.spans
     pairs = (count + 1) // 2
@@ -559,4 +560,4 @@ def mix_values(call, tile, rows, count, in_place):
         mix_floats(call, tile, rows, count, in_place)
 
 
-PRODUCTS = (multiply_floats, multiply_pairs, mix_floats, mix_pairs)  # branches of every kernel with such tiles
+PRODUCTS = (multiply_floats, multiply_pairs, mix_floats, mix_pairs)  # branches of every kernel that uses these tiles

@@ -212,7 +212,7 @@ def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
 
 @inlined
 def pad_rows(tile, rows):
-    """Make the rows behind `rows` of them zeros."""
+    """Set the rows after the first `rows` rows to zeros."""
     zero(tile.q + 4 * rows * tile.width, 4 * (tile.rows - rows) * tile.width)
     zero(tile.d_out + 4 * rows * tile.v_width, 4 * (tile.rows - rows) * tile.v_width)
     if tile.paired:

@@ -21,7 +21,7 @@ FIELDS = Fields(
     formats=("k",),
 )  # fmt: skip
 call_of = FIELDS.at
-FEATURES = frozenset({"power_of_two"})
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "power_of_two"})
 why_not = cannot_run
 
 
@@ -48,5 +48,5 @@ KERNEL = Kernel("write_indexer_cache", FIELDS, plan, work)
 
 
 def run(call: WriteIndexerCache, tile: Any, launch: Any) -> Any:
-    numbers, results = {"num_tokens": call.k.shape[0], **_slots.numbers_of(call)}, {"new_cache": "cache"}
+    numbers, results = _slots.numbers_of(call), {"new_cache": "cache"}
     return KERNEL.launch(launch, call, tile, {"cache": call.cache}, numbers, results=results)["new_cache"]

@@ -176,7 +176,7 @@ def logits_of(call: Any, tile: Tile, keys: Keys, block: Block, columns: Ints) ->
 
 
 def rows_of(call: Any, tile: Tile, block: Block) -> Iterator[tuple[slice, slice]]:
-    """(rows of the block, the same as tokens of the call): as many as have products with a tile of keys at a time."""
+    """Yield (rows of the block, the same rows as tokens of the call) for the rows that are computed at a time."""
     step = max(max_products(call) // (call.num_heads * tile.block_kv), 1)
     for first in range(0, block.last - block.first, step):
         last = min(first + step, block.last - block.first)
@@ -186,7 +186,7 @@ def rows_of(call: Any, tile: Tile, block: Block) -> Iterator[tuple[slice, slice]
 def tiles_of(
     call: Any, tile: Tile, keys: Keys, block: Block, rows: slice
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
-    """(columns, keys [n, D], their scales, a mask [rows, n] of those that a row does not see) of packed keys, by tiles.
+    """Yield tiles of packed keys: (columns, keys [n, D], their scales, a mask [rows, n] of keys a row does not see).
 
     Keys that no row sees, which may hold NaN, are 0.
     """
@@ -210,7 +210,7 @@ def _weighted_sums(call: Any, tokens: slice, keys: torch.Tensor) -> torch.Tensor
 
 
 def relu(products: torch.Tensor) -> torch.Tensor:
-    """The products, of which negative ones are replaced by 0 in place; NaN stays NaN."""
+    """The products, with negative ones replaced by 0 in place. NaN stays NaN."""
     return torch.maximum(products, products.new_zeros(()), out=products)
 
 

@@ -14,8 +14,8 @@ from ragged_attention.portable.torch_eager._lists import Lists
 class Entries(NamedTuple):
     """Some entries of some tokens' lists, with their keys.
 
-    A hidden entry names no key and has that of another entry. If a token's list names no key, its queries and the keys
-    of its entries are 0, as those may hold NaN.
+    A hidden entry names no key; it has the key of another entry instead. If a token's list names no key, its queries
+    and the keys of its entries are 0, because they may hold NaN.
     """
 
     tokens: slice

@@ -1,4 +1,4 @@
-"""Which keys a block of queries sees, if each query sees ranges of them; found on the host, like all bounds here."""
+"""The keys that a block of queries sees, if each query sees ranges of keys; computed on the host, as all bounds are."""
 
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ def hull(ranges: Ints, kv_len: int) -> tuple[int, int]:
 
 
 def runs_of(keys: Ints) -> list[tuple[int, int]]:
-    """Ascending keys, of which there are some, as ranges of neighbours."""
+    """Ascending keys, at least one, as ranges of consecutive keys."""
     last = np.flatnonzero(np.diff(keys) > 1)
     return list(zip(keys[np.r_[0, last + 1]].tolist(), (keys[np.r_[last, -1]] + 1).tolist(), strict=True))
 
@@ -29,7 +29,7 @@ def runs_of(keys: Ints) -> list[tuple[int, int]]:
 class Cover(NamedTuple):
     """The keys that some row of a block sees, and which of them each row sees.
 
-    A column is the index of one of these keys among them.
+    A column is the index of a key among these keys.
     """
 
     keys: Ints  # ascending
@@ -62,7 +62,7 @@ def cover_between(lows: Ints, highs: Ints) -> Cover:
 def cover_of(ranges: Ints, count: int, gap: int = 0) -> Cover | None:
     """The cover of rows that see ranges [rows, R, 2] of `count` keys; None if they see none.
 
-    Gaps of up to `gap` keys between keys that are seen are filled.
+    Gaps of up to `gap` keys between visible keys are filled.
     """
     begins, ends = np.moveaxis(ranges.clip(0, count), 2, 0)
     order = begins.argsort(1)

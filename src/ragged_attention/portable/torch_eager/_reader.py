@@ -36,7 +36,7 @@ class Stored:
         self.flat = array.view(-1, *array.shape[2:]) if flat else None
 
     def read(self, low: int, high: int) -> torch.Tensor:
-        """Those of keys [low, high), [high - low, ...]; a view if they are contiguous, else a copy."""
+        """The elements of keys [low, high), [high - low, ...]; a view if they are contiguous, else a copy."""
         size = self.page_size
         low, high = low + self.keys.first, high + self.keys.first
         first, last = low // size, -(-high // size)

@@ -164,7 +164,7 @@ def _inverse(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _at_least(least: float, numbers: torch.Tensor) -> torch.Tensor:
-    """The larger of both; NaN for NaN."""
+    """The larger of each number and `least`; NaN for NaN."""
     return torch.maximum(numbers, numbers.new_full((), least))
 
 

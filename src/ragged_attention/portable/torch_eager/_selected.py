@@ -1,4 +1,4 @@
-"""Which keys a block of queries sees, if lists name blocks of keys for each KV head; found on the host."""
+"""The keys that a block of queries sees, if lists name blocks of keys for each KV head; computed on the host."""
 
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ def lists_on_host(call: Any) -> Selected | None:
 
 
 def visible(call: Any, query: Ints, key: Ints, ranges: Ints | None) -> NDArray[np.bool_]:
-    """Whether queries see keys, at these positions, by other masks than lists and drafts, [rows, keys].
+    """Whether queries see keys, given their positions, under all masks except lists and drafts, [rows, keys].
 
     `ranges` are the queries' ranges of keys, [rows, R, 2], if the call has any.
     """
@@ -46,19 +46,19 @@ def visible(call: Any, query: Ints, key: Ints, ranges: Ints | None) -> NDArray[n
     return seen
 
 
-class Chosen(NamedTuple):
-    """The keys of a block of rows, and masks of them, of each KV head or of all."""
+class VisibleKeys(NamedTuple):
+    """The keys of a block of rows, and masks of them, for each KV head or for all."""
 
-    keys: Ints  # ascending, those that some row sees and gaps between them; indices
+    keys: Ints  # ascending indices of the keys that some row sees, and of small gaps between them
     hidden: torch.Tensor | None  # bool [K or 1, rows, keys]: whether a row does not see a key; None if all see all
     blind: torch.Tensor | None  # bool [K or 1, rows]: whether a row sees no key; None if there is no such row
     unseen: torch.Tensor | None  # bool [K or 1, keys]: whether no row sees a key; None if there is no such key
 
 
-def chosen_of(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> Chosen | None:
-    """The keys of rows of which each sees the keys `seen`, [K or 1, rows, keys]; None if they see none.
+def visible_keys(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> VisibleKeys | None:
+    """The keys of rows that see the keys marked in `seen`, [K or 1, rows, keys]; None if no row sees a key.
 
-    Gaps of up to `gap` keys between keys that are seen are filled.
+    Gaps of up to `gap` keys between visible keys are filled.
     """
     of_heads: Any = seen.any(1)
     keys = np.flatnonzero(of_heads.any(0))
@@ -71,9 +71,9 @@ def chosen_of(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> Ch
     keys = np.flatnonzero(filled)
     masks = ~seen[..., keys], ~seen.any(2), ~of_heads[:, keys]
     hidden, blind, unseen = (torch.from_numpy(mask).to(device) if mask.any() else None for mask in masks)
-    return Chosen(keys, hidden, blind, unseen)
+    return VisibleKeys(keys, hidden, blind, unseen)
 
 
 def of_heads(mask: torch.Tensor, heads: slice) -> torch.Tensor:
-    """What a mask of each KV head, or of all, has for some of them."""
+    """The part of a mask, of each KV head or of all, for some KV heads."""
     return mask if len(mask) == 1 else mask[heads]

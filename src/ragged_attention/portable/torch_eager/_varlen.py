@@ -16,15 +16,15 @@ from ragged_attention.calls import expect_count
 from ragged_attention.portable.torch_eager._host import Ints, bounds_of
 from ragged_attention.portable.torch_eager._ranges import Cover, cover_of, ranges_on_host
 from ragged_attention.portable.torch_eager._selected import (
-    Chosen,
     Selected,
-    chosen_of,
+    VisibleKeys,
     lists_on_host,
     of_heads,
     visible,
+    visible_keys,
 )
 
-MIN_GAP = 64  # keys between keys that lists name; fewer are computed too, since leaving them out costs a copy
+MIN_GAP = 64  # the fewest keys between listed keys that are left out; that costs a copy, so fewer are computed too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Block(NamedTuple):
     # bool [K or 1, rows]: whether a row sees no key, for a KV head or for all; then the masks hide nothing from it
     blind: torch.Tensor | None
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; if biases depend on it
-    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: whether a row does not see a key; beside no other
+    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: whether a row does not see a key; then the one mask
     unseen: torch.Tensor | None = None  # bool [K or 1, keys]: whether no row sees a key, for a KV head or for all
 
     @property
@@ -111,8 +111,8 @@ def _blocks(
             rows = slice(first, min(first + block_q, stop))
             position = kv_len - stop + np.arange(rows.start, rows.stop)
             seen = visible(call, position, keys, None if ranges is None else ranges[rows])
-            if (chosen := chosen_of(seen & lists.named(rows, keys), call.q.device, MIN_GAP - 1)) is not None:
-                yield _listed(call, rows, chosen, position)
+            if (listed := visible_keys(seen & lists.named(rows, keys), call.q.device, MIN_GAP - 1)) is not None:
+                yield _listed(call, rows, listed, position)
         return
     if ranges is not None:
         for first in range(start, stop, block_q):
@@ -137,13 +137,13 @@ def _blocks(
         yield Block(slice(first, last), slice(low, high), right, left, None, distance)
 
 
-def _listed(call: Any, rows: slice, chosen: Chosen, position: Ints) -> Block:
+def _listed(call: Any, rows: slice, listed: VisibleKeys, position: Ints) -> Block:
     """The block of rows whose lists name blocks of keys, and whose positions are `position`."""
-    hidden = chosen.hidden
-    if hidden is not None and chosen.blind is not None:  # the softmax over no key would be NaN
-        hidden = hidden & ~chosen.blind[..., None]
-    distance = distance_of(chosen.keys, position, call)
-    return Block(rows, _compact(chosen.keys, call), None, None, chosen.blind, distance, hidden, chosen.unseen)
+    hidden = listed.hidden
+    if hidden is not None and listed.blind is not None:  # the softmax over no key would be NaN
+        hidden = hidden & ~listed.blind[..., None]
+    distance = distance_of(listed.keys, position, call)
+    return Block(rows, _compact(listed.keys, call), None, None, listed.blind, distance, hidden, listed.unseen)
 
 
 def _compact(keys: Ints, call: Any) -> slice | torch.Tensor:
@@ -217,7 +217,7 @@ def add_to_tables(d_bias: torch.Tensor, d_scores: torch.Tensor, call: Any, block
     low, high = int(columns[0, -1]), int(columns[-1, 0])
     num_keys, some = columns.shape[1], torch.arange(low, high + 1, device=columns.device)
     keys = call.bias_at_own - block.distance[:, :1] - some  # [rows, columns], the key with a column, in the block
-    if not isinstance(block.keys, slice):  # keys that are left out are nowhere
+    if not isinstance(block.keys, slice):  # keys that are left out have no column
         places = keys.new_full((int(block.keys[-1] - block.keys[0]) + 1,), -1)
         places[block.keys - block.keys[0]] = torch.arange(num_keys, device=keys.device)
         keys = torch.where((keys >= 0) & (keys < len(places)), places[keys.clamp(0, len(places) - 1)], -1)

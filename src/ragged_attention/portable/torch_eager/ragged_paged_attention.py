@@ -20,13 +20,13 @@ from ragged_attention.portable.torch_eager._host import Ints, clamped_kv_lens, o
 from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._ranges import cover_of, hull, ranges_on_host, runs_of
 from ragged_attention.portable.torch_eager._reader import Reader, Side
-from ragged_attention.portable.torch_eager._selected import Selected, chosen_of, lists_on_host, of_heads, visible
+from ragged_attention.portable.torch_eager._selected import Selected, lists_on_host, of_heads, visible, visible_keys
 from ragged_attention.portable.torch_eager._softmax import soft_capped, sum_of_seen
 from ragged_attention.portable.torch_eager._varlen import biased, distance_of, hide, largest_logits, mask_of
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
-MIN_GAP = 64  # keys that none of a block's queries sees and that are left out; for fewer, another product costs more
+MIN_GAP = 64  # the fewest neighbouring unseen keys that a block leaves out; for fewer, another product costs more
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
     "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
@@ -64,14 +64,14 @@ class Block(NamedTuple):
     fully_masked: torch.Tensor | None  # bool [K or 1, rows]: True if the row sees no key, for a KV head or for all
     unseen: torch.Tensor | None  # bool [K or 1, keys]: True if no row sees the key
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; see `distance_of`
-    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: True if the row does not see the key; then alone
+    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: True if the row does not see the key; no other mask
 
     @property
     def num_keys(self) -> int:
         return sum(high - low for low, high in self.runs)
 
     def chunks(self, reader: Reader) -> Iterator[tuple[int, int, int]]:
-        """The keys in parts [start, stop) of which each is one `read`, after the number of keys before it."""
+        """Yield (keys before the part, start, stop) for each part [start, stop) of the keys that is one `read`."""
         before = 0
         for run in self.runs:
             for start, stop in reader.chunks(*run):
@@ -180,16 +180,16 @@ class Attention:
             rows = slice(first, min(first + self.tile.block_q, stop))
             query = kv_len - stop + np.arange(rows.start, rows.stop)
             seen = self._seen(rows, query, kv_len - (stop - start), keys.positions, ranges)
-            chosen = chosen_of(seen & lists.named(rows, keys.positions), self.call.q.device, MIN_GAP - 1)
-            if chosen is not None:
-                distance = distance_of(keys.positions[chosen.keys], query, self.call)
-                runs, masks = runs_of(chosen.keys), (chosen.blind, chosen.unseen)
-                yield Block(rows.start, rows.stop, runs, None, None, *masks, distance, chosen.hidden)
+            listed = visible_keys(seen & lists.named(rows, keys.positions), self.call.q.device, MIN_GAP - 1)
+            if listed is not None:
+                distance = distance_of(keys.positions[listed.keys], query, self.call)
+                runs, masks = runs_of(listed.keys), (listed.blind, listed.unseen)
+                yield Block(rows.start, rows.stop, runs, None, None, *masks, distance, listed.hidden)
 
     def _seen(
         self, rows: slice, query: Ints, first_new: int, position: Ints, ranges: Ints | None
     ) -> np.ndarray:  # fmt: skip
-        """Whether rows, at positions `query`, see keys at `position` by all masks but lists, [rows, keys]."""
+        """Whether rows, at positions `query`, see keys at `position` under all masks except lists, [rows, keys]."""
         call = self.call
         if call.draft_mask is None:
             return visible(call, query, position, None if ranges is None else ranges[rows])

@@ -1,4 +1,4 @@
-"""Which keys a tile of queries sees, if each query sees ranges of them, and the loop over blocks of those keys."""
+"""The keys that a tile of queries sees, if each query sees ranges of keys, and the loop over blocks of those keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class Ranges(NamedTuple):
 
     @classmethod
     def of_tile(cls, call: Any, row: jax.Array, own: jax.Array, kv_len: jax.Array) -> "Ranges | None":
-        """Those of the consecutive rows `row`, of which only `own` ones see keys; None if the call has no ranges."""
+        """The ranges of the consecutive rows `row`; only `own` rows see keys. None if the call has no ranges."""
         if call.key_ranges is None:
             return None
         some = jnp.clip(lax.dynamic_slice_in_dim(call.key_ranges, row[0], len(row)), 0, kv_len)

@@ -1,4 +1,4 @@
-"""Which keys a tile of queries sees, if lists name blocks of keys for each KV head, and the loop over those keys."""
+"""The keys that a tile of queries sees, if lists name blocks of keys for each KV head, and the loop over those keys."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -10,18 +10,18 @@ from jax import lax
 from ragged_attention.jax_shared.axes import while_loop
 
 NOWHERE = 2**31 - 1  # after all keys, and after all blocks
-FEW = 32  # entries that are compared with all blocks; more are searched
+FEW = 32  # entries; up to as many are compared with all blocks, more are searched
 
 
 class Selected(NamedTuple):
-    """The lists of the rows of a tile: ascending, with NOWHERE for what names no key of the sequence."""
+    """The lists of a tile's rows: ascending, with NOWHERE for entries that name no key of the sequence."""
 
     entries: jax.Array  # i32 [size, K or 1, N], N >= 1
     size: int  # keys in a block
 
     @classmethod
     def of_tile(cls, call: Any, row: jax.Array, own: jax.Array, kv_len: jax.Array) -> "Selected | None":
-        """Those of the consecutive rows `row`, of which only `own` ones see keys; None if the call has no lists."""
+        """The lists of the consecutive rows `row`; only `own` rows see keys. None if the call has no lists."""
         if call.selected is None:
             return None
         some = lax.dynamic_slice_in_dim(call.selected, row[0], len(row))
@@ -38,7 +38,7 @@ class Selected(NamedTuple):
         return jnp.where(later, jnp.maximum(begin, key), NOWHERE).min()
 
     def see(self, key: jax.Array) -> jax.Array:
-        """Bool [K or 1, size, keys]: whether a row's list names a key; `key` are neighbours."""
+        """Bool [K or 1, size, keys]: whether a row's list names a key; `key` are consecutive."""
         first = key[0] // self.size
         block = first + jnp.arange((len(key) - 2 + self.size) // self.size + 1, dtype=jnp.int32)
         named = self._name(block)
@@ -56,9 +56,9 @@ class Selected(NamedTuple):
     def over_blocks(
         self, start: jax.Array, stop: jax.Array, size: int, step: Callable[[jax.Array, Any], Any], state: Any
     ) -> Any:
-        """`state` after `step(first, state)` for blocks of `size` keys, of those in [start, stop).
+        """`state` after `step(first, state)` for blocks of `size` keys that begin in [start, stop).
 
-        Each begins at a key that some list names.
+        Each block begins at a key that some list names.
         """
 
         def one(carried: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:

@@ -72,12 +72,12 @@ class Queries(NamedTuple):
 
     row: jax.Array  # i32 [size]
     own: jax.Array  # bool [size]; True for rows whose results this tile writes
-    last: jax.Array  # i32 [size], the key at a row's own position, as a row of k
+    last: jax.Array  # i32 [size], the key at a row's own position, as a row index of k
     start: jax.Array
     stop: jax.Array
-    ranges: Ranges | None  # of keys that each row sees, from 0 for the sequence's first
-    lists: Selected | None  # of blocks of keys, counted alike
-    first_key: jax.Array  # that key, as a row of k
+    ranges: Ranges | None  # the keys that each row sees, counted from the sequence's first key
+    lists: Selected | None  # the blocks of keys that each row may see, counted alike
+    first_key: jax.Array  # the sequence's first key, as a row index of k
 
     def rows(self, array: jax.Array) -> jax.Array:
         """The tile's rows [K, size * G, ...] of an array [K, T, G, ...]."""
@@ -215,7 +215,7 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
         return step(Keys(first, size, by_row(seen), seen.any(axis=1)[..., None], distance), state)
 
     def from_first(key: jax.Array, state: Any) -> Any:
-        """One block, from a key on that is counted from the sequence's first."""
+        """One block, from a key on; `key` counts from the sequence's first key."""
         return one(queries.first_key + key, state)
 
     if lists is not None:

@@ -30,7 +30,7 @@ from ragged_attention.portable.xla._softmax import (
 )
 from ragged_attention.portable.xla._tile import Tile as Tile
 
-LEAST_KEYS = 64  # of a block that one row's list names; for fewer, the loop costs more than the keys
+LEAST_KEYS = 64  # minimum keys in a block for tiles of one row with lists; with fewer, the loop costs more than keys
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
     "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
@@ -71,8 +71,8 @@ def attention(
     if 0 not in (call.num_tokens, call.max_num_seqs, call.num_pages, call.page_indices.shape[1]):
         block_kv = min(tile.block_kv, call.capacity)
         if num_q_tokens in (None, 1):
-            of_named = block_kv if call.block_size is None else min(block_kv, max(call.block_size, LEAST_KEYS))
-            results = _attend_in_tiles(call, blocks, 1, of_named, results)
+            listed_kv = block_kv if call.block_size is None else min(block_kv, max(call.block_size, LEAST_KEYS))
+            results = _attend_in_tiles(call, blocks, 1, listed_kv, results)
         if (longest := call.num_tokens if num_q_tokens is None else num_q_tokens) > 1:
             size = max(2, min(tile.block_q, longest))
             results = _attend_in_tiles(call, blocks, size, block_kv, results)

@@ -12,7 +12,7 @@ from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._indexer import UNIT
 from ragged_attention.portable.xla._slots import addresses_of, page_of_last, put_units
 
-FEATURES = frozenset({"power_of_two"})
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "power_of_two"})
 
 
 def run(call: WriteIndexerCache, tile: Any, launch: Any) -> jax.Array:

@@ -20,7 +20,7 @@ def written(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
     if 0 in (call.num_tokens, call.num_pages):
         return call.caches
     page, offset = addresses_of(call)
-    if call.scaled:  # so that codes and scales are of one token
+    if call.scaled:  # so that a slot's codes and scales are those of one token
         page = page_of_last(page, offset, call.num_pages, call.page_size)
     return [put(array, new, page, offset) for array, new in zip(call.caches, new_rows(call, k, v), strict=True)]
 
