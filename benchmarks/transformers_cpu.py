@@ -2,10 +2,10 @@
 
     python -m benchmarks.transformers_cpu [--modes prompts,decode] [--dtypes float32] [--rounds 5] [--save]
 
-The models are random ones of four layers, small enough that attention counts at these lengths. All runs of a mode are
-in one process, in turn, round after round; the results are compared with those of the last attention of the mode. A
-peak is how far the memory of the process rose during a run above what it had before (VmHWM, which Linux can set back).
-With --save the table goes to docs/transformers.md.
+The models have random weights and four layers, small enough that attention counts at these lengths. All runs of a mode
+are in one process and take turns, round after round. Results are compared with those of the last attention of the mode.
+A peak is the rise of the process's memory during a run (VmHWM, which Linux can reset). With --save the table goes to
+docs/transformers.md.
 """
 
 import argparse
@@ -52,14 +52,14 @@ LATENT: dict[str, Any] = SIZES | {
     "q_lora_rank": 256,
     "first_k_dense_replace": 4,
 }
-LENGTHS = (1500, 800, 1200, 500)  # of prompts that stand beside each other, padded on the left
+LENGTHS = (1500, 800, 1200, 500)  # lengths of the prompts of a batch, padded on the left
 NEW_TOKENS = 24
 PAD = 0
 
 
 @dataclasses.dataclass
 class Run:
-    """What one run of a model gave."""
+    """The results of one run of a model."""
 
     seconds: float
     tokens: int
@@ -69,7 +69,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A way to use a model, and the attentions it has; of each, what a run gives."""
+    """A way to use a model, the attentions that it is timed with, and the function that makes a run."""
 
     name: str
     what: str
@@ -79,12 +79,12 @@ class Mode:
 
 
 def grouped(dtype: torch.dtype) -> Any:
-    """A model like qwen3: 16 heads of 64 dimensions, 4 of keys and values."""
+    """A model like Qwen3, with 16 query heads and 4 KV heads of 64 dimensions."""
     return _random(transformers.Qwen3ForCausalLM, transformers.Qwen3Config(**GROUPED), dtype)
 
 
 def latent(dtype: torch.dtype) -> Any:
-    """A model like DeepSeek V3: 16 heads, latents of 256 dimensions and 32 of rotary ones."""
+    """A model like DeepSeek V3, with 16 heads, latents of 256 dimensions and 32 rotary dimensions."""
     return _random(transformers.DeepseekV3ForCausalLM, transformers.DeepseekV3Config(**LATENT), dtype)
 
 
@@ -93,11 +93,11 @@ def _random(kind: Any, config: Any, dtype: torch.dtype) -> Any:
     return kind(config).eval().to(dtype)
 
 
-# ---- what is run
+# ---- the modes
 
 
 class Clock:
-    """In place of a streamer: `generate` hands it the prompt and then every token, as they come."""
+    """Replaces a streamer. `generate` passes it the prompt and then every token as soon as it is generated."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -107,7 +107,7 @@ class Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Nothing is left to show."""
+        """Do nothing; a streamer must have this method."""
 
 
 def _prompts() -> list[list[int]]:
@@ -143,7 +143,7 @@ def decode(model: Any) -> Run:
 
 
 def batched(model: Any) -> Run:
-    """Twice as many prompts as above by continuous batching: mixed steps of up to 512 tokens."""
+    """Generate by continuous batching for twice as many prompts, in mixed steps of up to 512 tokens."""
     config = transformers.GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=PAD
     )
@@ -164,7 +164,7 @@ def batched(model: Any) -> Run:
 
 
 def packed(model: Any) -> Run:
-    """A step of training on sequences laid end to end: forward and backward."""
+    """Run one training step, forward and backward, on packed sequences."""
     ids = torch.tensor([[token for prompt in _prompts() for token in prompt]])
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
     model.train()
@@ -179,7 +179,7 @@ def packed(model: Any) -> Run:
 
 
 OWN = ("sdpa", "eager")
-PAGED = ("sdpa", "paged|eager")  # which also computes in pages
+PAGED = ("sdpa", "paged|eager")  # both compute over pages
 MODES = (
     Mode("prompts", f"prompts of {', '.join(map(str, LENGTHS))} tokens, padded", (OURS, *OWN), prompts, grouped),
     Mode("decode", f"{NEW_TOKENS} tokens behind each", (OURS, *OWN), decode, grouped),
@@ -190,17 +190,17 @@ MODES = (
 )
 
 
-# ---- how it is measured
+# ---- measuring
 
 
 class Peak:
-    """How far the memory of this process rises in a block, in bytes."""
+    """The rise of this process's memory within a block, in bytes."""
 
     bytes = 0
 
     def __enter__(self) -> "Peak":
         ctypes.CDLL(None).malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark becomes what is used now
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark to the present use
         self._before = _status("VmRSS")
         return self
 
@@ -214,7 +214,7 @@ def _status(name: str) -> int:
 
 
 def measured(mode: Mode, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """A mode's tokens a second and peaks by attention, ratios of time, and how many results are the last one's."""
+    """A mode's tokens per second and peaks for each attention, with ratios of time and the agreement of results."""
     model = mode.model(dtype)
     models: dict[str, Any] = dict.fromkeys(mode.attentions, model)
     if ABSORBED in models:
@@ -238,13 +238,13 @@ def measured(mode: Mode, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
 
 
 def _agreement(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """The share of tokens that are equal, or how far a loss is off."""
+    """The share of equal tokens, or the difference of a loss."""
     if result.dtype.is_floating_point:
         return float((result - reference).abs().max())
     return float((result == reference).float().mean())
 
 
-# ---- how it is shown
+# ---- output
 
 HEADS = ("", "attention", "tokens a second", "time / ours", "peak, MB", "tokens equal (loss off by)")
 
@@ -257,17 +257,17 @@ def lines_of(row: Mapping[str, Any]) -> Iterator[list[str]]:
             f"{row['tokens_per_second'][name]:.0f}",
             f"{row['ratios'][name]:.2f}",
             f"{row['peaks'][name] / 1e6:.0f}",
-            _told(row["agreement"][name], row["name"]),
+            _agreement_text(row["agreement"][name], row["name"]),
         ]
 
 
-def _told(agreement: float, mode: str) -> str:
+def _agreement_text(agreement: float, mode: str) -> str:
     return f"{agreement:.1g}" if mode == "packed" else f"{100 * agreement:.0f} %"
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    told = f"{page.machine()}, torch {torch.__version__}, transformers {transformers.__version__}"
-    lines = [f"Measured on {told}, {torch.get_num_threads()} threads, {datetime.date.today().isoformat()}.", ""]
+    about = f"{page.machine()}, torch {torch.__version__}, transformers {transformers.__version__}"
+    lines = [f"Measured on {about}, {torch.get_num_threads()} threads, {datetime.date.today().isoformat()}.", ""]
     lines += ["| " + " | ".join(HEADS) + " |", "|---" * len(HEADS) + "|"]
     for row in rows:
         lines += ["| " + " | ".join(cell.replace("|", r"\|") for cell in line) + " |" for line in lines_of(row)]
@@ -283,9 +283,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0, or 1 if a result of ours in float32 is not that of transformers' own attention."""
+    """Return 0, or 1 if our result in float32 differs from that of transformers' own attention."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default="", help="names, or beginnings of them (default: all)")
+    parser.add_argument("--modes", default="", help="names of modes, or their beginnings (default: all)")
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

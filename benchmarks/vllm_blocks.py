@@ -1,14 +1,15 @@
-"""vLLM's Triton kernels of MiniMax M3 and of Qwen4's sparse attention, and ours in their place, on the same caches.
+"""vLLM's Triton kernels for MiniMax M3 and for Qwen4's sparse attention, and ours in their place, on the same caches.
 
     python -m benchmarks.vllm_blocks [--only WORDS]
 
-It wants the environment of `benchmarks.vllm_check`. A case is a step: vLLM's `CommonAttentionMetadata` goes to vLLM's
-metadata builders and to ours, caches hold NaN wherever nothing is stored, and Triton's interpreter runs vLLM's kernels.
-Of each token's list, the scores of what ours selects are compared with the scores of what vLLM's kernel selects, in
-float64. Attention reads what its own side has selected, and is held to the same in float64.
+Run it in the environment of `benchmarks.vllm_check`. A case is a step: vLLM's `CommonAttentionMetadata` is passed to
+vLLM's metadata builders and to ours, caches hold NaN wherever nothing is stored, and Triton's interpreter runs vLLM's
+kernels. For each token, the scores of the entries that ours selects are compared with the scores of those that vLLM's
+kernel selects, in float64. Each side's attention reads its own side's selection, and is compared with float64 attention
+to that selection.
 
-The lengths and shapes are those of vLLM's tests of these kernels, and some more for steps of prompts and decodes. Top-k
-of groups, an operator of vLLM for GPUs, is torch's here.
+The lengths and shapes are those of vLLM's tests of these kernels, plus some for steps with prompts and decodes. The
+top-k of groups is an operator of vLLM for GPUs; here torch's top-k replaces it.
 """
 
 import argparse
@@ -27,17 +28,17 @@ from rich.table import Table
 
 from benchmarks import vllm_m3, vllm_masks
 
-# The largest relative gap between scores of what two sides select, summed in float32 by each, and the cosine difference
-# of results that are rounded to bfloat16.
+# SELECTED bounds the relative gap between the scores that the two sides select, each of which sums in float32. ATTENDED
+# bounds the cosine difference of results, which are rounded to bfloat16.
 SELECTED, ATTENDED = 1e-5, 5e-6
 BLOCK = PAGE = 128  # of MiniMax M3
-RATIO, GROUPS, TOKEN_PAGE = 4, 512, 64  # of Qwen4: tokens of a group, groups of a list, tokens of a page
-SCALES = (0.5, 2.0)  # of keys and values in 8 bits
+RATIO, GROUPS, TOKEN_PAGE = 4, 512, 64  # of Qwen4: tokens per group, groups per list, tokens per page
+SCALES = (0.5, 2.0)  # of 8-bit keys and values
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of requests (queries, keys)."""
+    """A step of requests, each (queries, keys)."""
 
     group: str
     lens: Sequence[tuple[int, int]]
@@ -47,7 +48,7 @@ class Case:
     index_size: int
     top_k: int
     local: int = 1
-    drafts: int = 0  # how many a decode may have
+    drafts: int = 0  # the most draft tokens of a decode
     is_8_bit: bool = False
     index_is_8_bit: bool = False
     layout: str = "LBHNC"
@@ -86,7 +87,7 @@ def cases() -> Iterator[Case]:
 
 
 class Step:
-    """A case's queries and caches, in vLLM's terms, and its rule."""
+    """The queries and caches of a case in vLLM's layout, and float64 attention to given positions."""
 
     def __init__(self, case: Case, page: int) -> None:
         import torch
@@ -123,7 +124,7 @@ class Step:
         )  # fmt: skip
 
     def index_keys(self, counts: Sequence[int], page: int) -> Any:
-        """A cache [blocks, page, D] of so many keys of the requests, by their tables."""
+        """A cache [blocks, page, D] with `counts` index keys of the requests, stored through their tables."""
         import torch
 
         keys = torch.full((self.cache.shape[0], page, self.case.index_size), torch.nan).to(self.index_q.dtype)
@@ -134,7 +135,7 @@ class Step:
         return keys
 
     def positions(self) -> Iterator[tuple[int, int, int]]:
-        """Each token, its request and its position."""
+        """Yield (token, request, position) for each token."""
         token = itertools.count()
         for row, (q_len, length) in enumerate(self.case.lens):
             yield from ((next(token), row, length - q_len + i) for i in range(q_len))
@@ -151,7 +152,7 @@ class Step:
         )  # fmt: skip
 
     def built(self, builder: type, spec: Any, name: str) -> Any:
-        """The metadata of one of vLLM's builders, or of ours."""
+        """The metadata from a builder of vLLM's or ours."""
         import torch
 
         made = builder(spec, [name], self.config, torch.device("cpu"))
@@ -160,7 +161,7 @@ class Step:
         return made.build(0, self.common())
 
     def attention(self, row: int, token: int, head: int, at: Any) -> Any:
-        """A KV head's results [heads, D] of one token over positions of its request, in float64."""
+        """The results [heads, D] of one token and KV head, over the positions `at` of its request, in float64."""
         import torch
 
         group = self.case.heads[0] // self.case.heads[1]
@@ -173,7 +174,7 @@ class Step:
 
 
 def gap(ours: Any, theirs: Any, scores: Any) -> float:
-    """How far the scores of what two sides have selected are apart; infinite for another number of entries."""
+    """The largest relative gap between the scores of two selections. It is infinite if their sizes differ."""
     ours, theirs = (x[x >= 0].long() for x in (ours, theirs))
     if len(ours) != len(theirs) or len(ours.unique()) != len(ours):
         return float("inf")
@@ -237,7 +238,7 @@ def of_m3(case: Case) -> tuple[float, float, float, float]:
     group = case.heads[0] // case.heads[1]
     for token, row, position in step.positions():
         if position < 0:
-            continue  # padding of a graph, whose results vLLM's kernels leave undefined
+            continue  # padding of a graph; vLLM's kernels leave its results undefined
         live.append(token)
         at = torch.arange(position + 1)
         own = keys[step.table[row, at // PAGE].long(), at % PAGE].double()
@@ -319,7 +320,7 @@ def of_qsa(case: Case) -> tuple[float, float, float, float]:
 def top_k_of_torch(
     logits: Any, visible_blocks: Any, token_topk: int, compress_ratio: int, block_indices: Any, workspace: Any
 ) -> None:
-    """The largest of what each row sees, in the place of an operator for GPUs."""
+    """The top-k of the visible scores of each row, by torch. It replaces an operator for GPUs."""
     import torch
 
     column = torch.arange(logits.shape[1])
@@ -330,14 +331,14 @@ def top_k_of_torch(
 
 
 def differences(results: dict[str, Any], rules: dict[str, Any], rows: list[int]) -> tuple[float, float, float]:
-    """Of ours to the rule, of vLLM's to it, and of ours to vLLM's."""
+    """The cosine differences between ours and the rule, vLLM's and the rule, and ours and vLLM's."""
     ours, theirs = results["ours"][rows], results["theirs"][rows]
-    apart = vllm_masks.cosine_difference
-    return apart(ours, rules["ours"][rows]), apart(theirs, rules["theirs"][rows]), apart(ours, theirs)
+    difference = vllm_masks.cosine_difference
+    return difference(ours, rules["ours"][rows]), difference(theirs, rules["theirs"][rows]), difference(ours, theirs)
 
 
 def prepare() -> None:
-    """Triton's interpreter, no images, one rank, and one of the tiles that vLLM's top-k tries on GPUs."""
+    """Set up Triton's interpreter, no images, one rank, and one of the tiles that vLLM's top-k tries on GPUs."""
     vllm_masks.use_interpreter()
     sys.modules[vllm_m3.PROCESSORS] = vllm_m3.without_images()
     kernels: Any = importlib.import_module("vllm.models.minimax_m3.common.ops.index_topk")
@@ -364,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table("steps", "cases", "gap of lists", "ours to the rule", "vLLM's to the rule", "ours to vLLM's", "")
     failures = 0
     for group, measured in found.items():
-        worst = np.max(measured, 0)  # NaN stays
+        worst = np.max(measured, 0)  # NaN stays NaN
         right = bool((worst <= [SELECTED, ATTENDED, ATTENDED, ATTENDED]).all())
         failures += not right
         table.add_row(group, str(len(measured)), *(f"{each:.1e}" for each in worst), "agrees" if right else "DIFFERS")

@@ -1,19 +1,19 @@
-"""vLLM's own CPU backend and ours, in vLLM's engine, end to end: the tokens of small random models must agree.
+"""End-to-end checks in vLLM's engine: small random models must give the same tokens with our backend and another.
 
-vLLM's CPU backend has no caches with scales per token and head: models with those are served by vLLM's Triton backend,
-in Triton's interpreter. Sparse models, which vLLM itself refuses on a CPU, are held to transformers' own model instead,
-with the indexer's queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides which keys are
-selected. So are models whose masks vLLM's own CPU backend lacks: images whose tokens see one another, small chunks, and
-prompts that stay in view.
+vLLM's CPU backend has no caches with scales per token and head, so the other side of those models is vLLM's Triton
+backend in Triton's interpreter. vLLM does not serve sparse models on a CPU. They are compared with transformers' own
+model instead, with the indexer's queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides
+which keys are selected. Models whose masks vLLM's own CPU backend lacks are also compared with transformers: images
+whose tokens see one another, small chunks, and prompts that stay in view.
 
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
-It wants an environment of its own, in which vLLM for CPUs and this package are installed; docs/vllm.md says how to make
-one. A checkpoint of random weights is made for each model, a few layers of the shapes that matter: grouped heads,
-windows, soft caps, sinks, latents. Each is served twice, in a process of its own, with prompts of several lengths that
-do not fit into one step, so that chunks of prompts and decoding requests meet in a batch. Encoders embed the prompts,
-and a pair of encoder and decoder writes tokens to drawn sounds. The exit code is 1 if any run fails, or any token
-differs, or, in bfloat16, over 8-bit caches and of embeddings, the numbers on the average by more than a bound.
+Run it in an environment of its own, with vLLM for CPUs and this package; docs/vllm.md explains how to make one. Each
+model is a checkpoint with random weights: a few layers with the features that matter, such as grouped heads, windows,
+soft caps, sinks and latents. Each is served twice, each time in its own process, with prompts of several lengths that
+do not fit into one step, so that batches mix chunks of prompts and decodes. Encoders embed the prompts, and an
+encoder-decoder model transcribes random sounds. The exit code is 1 if a run fails or a token differs. In bfloat16, with
+8-bit caches and for embeddings, it is 1 if the mean difference of the numbers exceeds a bound.
 """
 
 import argparse
@@ -40,7 +40,7 @@ REFERENCE, TRITON = "transformers", "triton"
 PROMPT_LENGTHS = (3, 17, 70, 33, 1, 90)
 NEW_TOKENS = 24
 ANSWER = "answer: "
-NEVER = -100.0  # the bias of a token that is not to be drawn
+NEVER = -100.0  # the bias of a token that must never be drawn
 
 _COMMON = {
     "vocab_size": VOCABULARY,
@@ -59,37 +59,39 @@ _COMMON = {
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A tiny model: transformers' classes, what its configuration adds, and how the engine is asked to run it."""
+    """A tiny model: its transformers classes, configuration settings and engine settings."""
 
     config: str
     architecture: str
     settings: dict[str, Any]
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
-    gap: float | None = None  # where tokens need not be equal: the mean difference of the prompts' log-probabilities
-    task: str = "generate"  # or "embed", "transcribe", or "look"
-    toward_zero: bool = False  # round keys and values to e4m3 so before ours writes them
-    is_nvfp4: bool = False  # of ours; vLLM stores what that format makes of keys and values in a cache without scales
-    # Or transformers, where vLLM cannot serve the model without ours, or vLLM's Triton backend.
+    # if set, tokens may differ, and this bounds the mean difference of the prompts' log-probabilities
+    gap: float | None = None
+    task: str = "generate"  # also "embed", "transcribe" or "look"
+    toward_zero: bool = False  # round keys and values toward zero to e4m3 before ours writes them
+    # ours has an nvfp4 cache; vLLM has a cache without scales, and stores keys and values rounded to nvfp4
+    is_nvfp4: bool = False
+    # The other side: vLLM, or its Triton backend, or transformers if vLLM cannot serve the model without ours.
     against: str = "vllm"
-    # What queries see of earlier keys in layers with windows, where the other model has no such mask: of positions of
-    # queries and keys, and the length of the prompt.
+    # The mask of layers with windows, if the other model has no such mask: a function of the positions of queries and
+    # of keys and the length of the prompt.
     sees: Callable[[Any, Any, int], Any] | None = None
     lengths: tuple[int, ...] = PROMPT_LENGTHS
 
 
-# Of models that vLLM runs only with a tokenizer, in steps that hold a whole prompt, and without cached prefixes.
+# For models that vLLM runs only with a tokenizer, with whole prompts in a step, and without a prefix cache.
 _WHOLE = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 _LOOKING = {"skip_tokenizer_init": False, "max_num_batched_tokens": 96, "max_model_len": 320}
 _V4, _M3 = "DeepseekV4Config", "MiniMaxM3VLTextConfig"
-_RENAMED: dict[str, Any] = {_V4: vllm_v4, _M3: vllm_m3}  # models whose checkpoints vLLM reads by other names
+_RENAMED: dict[str, Any] = {_V4: vllm_v4, _M3: vllm_m3}  # models whose checkpoints have other names in vLLM
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
 MODELS = {
     "llama": _LLAMA,
     "llama, pages of 128": dataclasses.replace(_LLAMA, engine={"block_size": 128}),
-    # Roundings of 2^-9 choose between likely tokens, and from the first that differs on everything does.
+    # Roundings of 2^-9 decide between likely tokens, and after the first different token all the others differ.
     "llama, bfloat16": dataclasses.replace(_LLAMA, engine={"dtype": "bfloat16"}, gap=0.01),
-    # vLLM's CPU operator rounds to e4m3 toward zero and ours to nearest: ours is given what is rounded already.
+    # vLLM's CPU operator rounds to e4m3 toward zero and ours to nearest, so ours gets values that are rounded already.
     "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, toward_zero=True),
     **{
         f"llama, {name}": dataclasses.replace(
@@ -146,7 +148,7 @@ MODELS = {
             "moe_intermediate_size": 64,
         },
         {"block_size": 16},
-        # vLLM 0.32 alone rotates queries of latent attention wrongly on a CPU, and no token is right.
+        # vLLM 0.32 itself rotates queries of latent attention wrongly on a CPU, so that all its tokens are wrong.
         against=REFERENCE,
     ),
     "bert (no cache)": Model(
@@ -184,7 +186,7 @@ MODELS = {
         gap=1e-6,
         task="embed",
     ),
-    # vLLM's own CPU backend takes no chunks of fewer than 32 tokens.
+    # vLLM's own CPU backend does not support chunks of fewer than 32 tokens.
     "llama4 (chunks)": Model(
         "Llama4TextConfig",
         "Llama4ForCausalLM",
@@ -200,7 +202,7 @@ MODELS = {
         {"block_size": 16},
         against=REFERENCE,
     ),
-    # A Gemma 3 without images, whose windows are two chunks: the query's and the one before.
+    # A Gemma 3 without images. Its windows are two chunks: the query's chunk and the one before.
     "rnj1 (chunks with lookback)": Model(
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -218,7 +220,7 @@ MODELS = {
         against=REFERENCE,
         sees=lambda q, k, prompt: q // 8 - k // 8 <= 1,
     ),
-    # To vLLM, a DeepSeek without latents and experts, as the text of Unlimited-OCR is one with experts.
+    # vLLM loads it as a DeepSeek without latents and experts. The text model of Unlimited-OCR is one with experts.
     "llama (prompts that stay in view)": Model(
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -236,7 +238,8 @@ MODELS = {
         against=REFERENCE,
         sees=lambda q, k, prompt: (k < prompt) | (q - k < 8),
     ),
-    # To vLLM's Gemma 3 an image of more tokens than the window is text; to its own CPU backend every image is.
+    # vLLM's Gemma 3 treats an image with more tokens than the window as text; its own CPU backend treats every image
+    # so.
     "gemma3 (images)": Model(
         "Gemma3Config",
         "Gemma3ForConditionalGeneration",
@@ -250,7 +253,7 @@ MODELS = {
         task="look",
         against=REFERENCE,
     ),
-    # Images of 70 tokens, of which the window cuts off the earlier ones, and which layers without one see as text.
+    # Images of 70 tokens. The window cuts off earlier images, and layers without a window see images as text.
     "gemma4 (images)": Model(
         "Gemma4Config",
         "Gemma4ForConditionalGeneration",
@@ -288,7 +291,7 @@ MODELS = {
     ),
 }
 _SPARSE = MODELS["deepseek_v3"].settings | {
-    # What vLLM reads of real checkpoints and transformers does not write, since it always does so.
+    # vLLM reads these from real checkpoints. transformers does not write them, since its model always does so.
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "index_topk": 16,
@@ -305,11 +308,11 @@ _GLM = dataclasses.replace(
 )  # fmt: skip
 MODELS |= {
     "deepseek_v32, top 16": _DEEPSEEK_V32,
-    # More than any context has: the same tokens as dense attention.
+    # More keys than any context has, which must give the same tokens as dense attention.
     "deepseek_v32, top 2048": dataclasses.replace(_DEEPSEEK_V32, settings=_SPARSE | {"index_topk": 2048}),
     "glm_moe_dsa, top 16": _GLM,
-    # float16 is the most exact of what vLLM's operators take. A rounding of it moves some keys to the next number of 8
-    # bits: transformers' own model with roundings to float16 has a mean gap of 0.046, and without sinks one of 0.22.
+    # float16 is the most exact dtype that vLLM's operators support. Rounding to it moves some keys to the next 8-bit
+    # number: transformers' own model with roundings to float16 has a mean gap of 0.046, and without sinks one of 0.22.
     "deepseek_v4, top 512": Model(
         _V4,
         "DeepseekV4ForCausalLM",
@@ -325,21 +328,21 @@ MODELS |= {
             "num_hidden_layers": 3,
             "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
             "mlp_layer_types": ["hash_moe", "moe", "moe"],
-            # vLLM's operators route 6 or 8 of at least 64 experts.
+            # vLLM's operators route to 6 or 8 of at least 64 experts.
             "n_routed_experts": 64,
             "num_experts_per_tok": 6,
             "moe_intermediate_size": 64,
             "max_position_embeddings": 4096,
         },
-        # Not eager, so that vLLM tells kernels what to compile beforehand.
+        # not eager, so that vLLM announces to kernels what to compile
         {"dtype": "float16", "max_model_len": 2304, "max_num_batched_tokens": 128, "enforce_eager": False},
         gap=0.1,
         against=REFERENCE,
-        lengths=(3, 17, 140, 33, 1, 2200),  # so that 550 entries of four tokens are to be selected from
+        lengths=(3, 17, 140, 33, 1, 2200),  # the longest prompt gives 550 entries of four tokens to select from
     ),
 }
 MODELS |= {
-    # Blocks of 128 keys, in pages of 32 and of 128, the size that vLLM's own kernels want.
+    # Blocks of 128 keys, in pages of 32 and of 128, the size that vLLM's own kernels require.
     name: Model(
         _M3,
         "MiniMaxM3VLForCausalLM",
@@ -371,7 +374,7 @@ MODELS |= {
 
 
 def save_checkpoint(model: Model, folder: Path) -> None:
-    """Random weights, larger than transformers would draw them, so that attention has something to choose."""
+    """Save a model with random weights, larger than in transformers, so that attention is not nearly uniform."""
     import torch
     import transformers
 
@@ -386,9 +389,9 @@ def save_checkpoint(model: Model, folder: Path) -> None:
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
-            torch.nn.init.normal_(parameter, std=0.02)  # else the last token itself is always the likeliest
+            torch.nn.init.normal_(parameter, std=0.02)  # otherwise the last token itself is always the likeliest
         elif name.endswith("mm_input_projection_weight"):
-            torch.nn.init.normal_(parameter, std=0.2)  # transformers would make all images the same
+            torch.nn.init.normal_(parameter, std=0.2)  # with transformers' weights all images would be the same
     if model.config in _RENAMED:
         _RENAMED[model.config].prepare(made)
     made.to(torch.float32).save_pretrained(folder)
@@ -403,7 +406,7 @@ def save_checkpoint(model: Model, folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer that knows numbers, since vLLM wants one; prompts are token ids."""
+    """Save a tokenizer that knows numbers, which vLLM requires. Prompts are token ids."""
     import tokenizers
     import transformers
 
@@ -414,7 +417,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_processor(folder: Path) -> None:
-    """A tokenizer as Whisper's, and how one second of sound becomes 50 positions of the encoder."""
+    """Save a tokenizer as Whisper's, and an extractor that turns one second of sound into 50 positions."""
     import transformers
 
     (folder / "vocab.json").write_text(json.dumps({str(i): i for i in range(VOCABULARY)}))
@@ -425,7 +428,7 @@ def save_processor(folder: Path) -> None:
 
 
 def prompts(model: Model) -> list[list[int]]:
-    """Token ids by a small congruential generator: the same in every process."""
+    """Token ids from a small congruential generator, the same in every process."""
     state, lists = 1, []
     for length in model.lengths:
         tokens = []
@@ -437,7 +440,7 @@ def prompts(model: Model) -> list[list[int]]:
 
 
 def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
-    """What one backend makes of the prompts, in this process."""
+    """The results of one backend for the prompts, computed in this process."""
     model = MODELS[name]
     if backend == "ragged":
         from ragged_attention.integrations import vllm as ours
@@ -445,7 +448,7 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
         ours.register(cpu=True)
         if model.toward_zero:
             round_toward_zero()
-        if "lookback" in name:  # vLLM takes no other name for it
+        if "lookback" in name:  # vLLM accepts only this name
             ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
     elif model.is_nvfp4:
         round_to_nvfp4()
@@ -468,7 +471,7 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
         "dtype": "float32",
         "block_size": 32,
         "max_model_len": 256,
-        "max_num_batched_tokens": 64,  # fewer than the prompts have: they are prefilled in chunks
+        "max_num_batched_tokens": 64,  # fewer than a prompt has, so that prompts are prefilled in chunks
         "max_num_seqs": 4,
         "enable_chunked_prefill": True,
         "enable_prefix_caching": True,
@@ -496,7 +499,7 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
 
 
 def implementation(layer: Any) -> list[str]:
-    """What computes a layer's attention: a class of a backend, or a function of the layer itself (DeepSeek-V4)."""
+    """The class of a layer's attention backend, or the module of the layer's own attention (DeepSeek-V4)."""
     if hasattr(layer, "impl"):
         return [type(layer.impl).__name__]
     if hasattr(layer, "forward_mqa"):
@@ -505,13 +508,13 @@ def implementation(layer: Any) -> list[str]:
 
 
 def generated(vllm: Any, llm: Any, asked: list[dict[str, Any]], never: Iterable[int] = ()) -> dict[str, Any]:
-    """The tokens that follow the prompts, of which some are never drawn, and the prompts' log-probabilities."""
+    """The tokens after the prompts, without the tokens `never`, and the prompts' log-probabilities."""
     settings = {
         "temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False,
         "logit_bias": dict.fromkeys(never, NEVER) or None,
     }  # fmt: skip
     outputs = llm.generate(asked, vllm.SamplingParams(logprobs=1, prompt_logprobs=1, **settings), use_tqdm=False)
-    # Again, without what keeps vLLM from reading its cache of prefixes.
+    # The same requests again, without prompt_logprobs, which would keep vLLM from using its prefix cache.
     repeated = llm.generate(asked, vllm.SamplingParams(**settings), use_tqdm=False)
     return {
         "repeated": [list(output.outputs[0].token_ids) for output in repeated],
@@ -527,13 +530,13 @@ def generated(vllm: Any, llm: Any, asked: list[dict[str, Any]], never: Iterable[
 
 
 def embedded(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
-    """The prompts' embeddings, in the place of log-probabilities; there are no tokens."""
+    """The prompts' embeddings, in the place of log-probabilities. There are no tokens."""
     outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in given], use_tqdm=False)
     return {"tokens": [], "logprobs": [number for output in outputs for number in output.outputs.embedding]}
 
 
 def transcribed(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
-    """The tokens for noises and prompts of several lengths, and those tokens' log-probabilities."""
+    """The tokens for random sounds and prompts of several lengths, with their log-probabilities."""
     import numpy as np
 
     rng, rate = np.random.default_rng(0), 16000
@@ -559,7 +562,7 @@ def transcribed(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
 
 
 def round_toward_zero() -> None:
-    """Give our write of the cache keys and values that e4m3 holds exactly, rounded as vLLM's CPU operator rounds."""
+    """Make our cache write get keys and values rounded to e4m3 in the way of vLLM's CPU operator, toward zero."""
     import torch
 
     attention: Any = importlib.import_module("ragged_attention.integrations._vllm_attention")
@@ -573,7 +576,7 @@ def round_toward_zero() -> None:
 
 
 def round_to_nvfp4() -> None:
-    """Let vLLM's CPU backend store keys and values that nvfp4 holds exactly, rounded as FlashInfer's append rounds."""
+    """Make vLLM's CPU backend store keys and values rounded to nvfp4 in the way of FlashInfer's append."""
     import torch
 
     from ragged_attention.compat import flashinfer
@@ -595,7 +598,10 @@ def round_to_nvfp4() -> None:
 
 
 def transform(folder: Path, model: Model) -> dict[str, Any]:
-    """What transformers' own model makes of the prompts in float32, one at a time, all of it anew for each token."""
+    """The results of transformers' own model for the prompts, in float32.
+
+    Prompts run one at a time, and each token recomputes the whole sequence.
+    """
     import torch
     import transformers
 
@@ -607,7 +613,7 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
     classes = transformers.AutoModelForImageTextToText if looks else transformers.AutoModelForCausalLM
     made = classes.from_pretrained(folder, dtype="float32", attn_implementation="eager")
     for layer in () if looks else made.model.layers:
-        if hasattr(getattr(layer.self_attn, "indexer", None), "wq_b"):  # DeepSeek's
+        if hasattr(getattr(layer.self_attn, "indexer", None), "wq_b"):  # a DeepSeek indexer
             layer.self_attn.indexer.forward = functools.partial(quantised_indexer, layer.self_attn.indexer)
     given = vllm_images.expanded(model.config, prompts(model)) if looks else [(each, {}) for each in prompts(model)]
     tokens, logprobs = [], []
@@ -632,7 +638,7 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
             logprobs += [float(line[token]) for line, token in zip(lines, prompt[1:], strict=True)]
             tokens.append(whole[len(prompt) :])
     return {
-        "version": None,  # of vLLM
+        "version": None,  # vLLM's version
         "seconds": time.perf_counter() - begin,
         "implementations": [REFERENCE],
         "tokens": tokens,
@@ -641,7 +647,7 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
 
 
 def masks(model: Model, length: int, prompt: int) -> Any:
-    """What is added to logits where queries see a key by the model's own rule, and by causal attention."""
+    """The additive masks of layers: by the model's own rule, and causal ones if it has layers of both types."""
     import torch
 
     assert model.sees is not None
@@ -659,7 +665,7 @@ def masks(model: Model, length: int, prompt: int) -> Any:
 def quantised_indexer(
     indexer: Any, hidden_states: Any, q_resid: Any, position_embeddings: Any, *others: Any, **named: Any
 ) -> Any:
-    """The selection of transformers' indexer over a whole sequence, with queries and keys in 8 bits, as in vLLM."""
+    """Replaces the selection of transformers' indexer: queries and keys are in 8 bits, as in vLLM."""
     import torch
 
     home: Any = importlib.import_module(type(indexer).__module__)
@@ -683,7 +689,7 @@ def quantised_indexer(
 
 
 def in_a_process(folder: Path, name: str, backend: str, limit: int) -> dict[str, Any]:
-    """`serve` in a process of its own, since a registration lasts as long as its process."""
+    """The result of `serve` in a process of its own, since a registration lasts as long as its process."""
     command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, name]
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -704,13 +710,13 @@ def in_a_process(folder: Path, name: str, backend: str, limit: int) -> dict[str,
 
 
 def reason(text: str) -> str:
-    """The last line that names an error."""
+    """The last line that names an error, or "no answer"."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "Unsupported" in line]
     return lines[-1] if lines else "no answer"
 
 
 def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None) -> tuple[str, list[str]]:
-    """What is to be said of a model, and the cells of the table beside it."""
+    """The verdict on a model, and the other cells of its table row."""
     for result in (theirs, ours):
         if "error" in result:
             return "FAILED", [f"{result['backend']}: {result['error']}", "", "", "", "", ""]
@@ -720,7 +726,7 @@ def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None)
     mean = sum(gaps) / len(gaps)
     same = ours.get("repeated", ours["tokens"]) == ours["tokens"]
     right = equal == len(tokens[0]) and same if allowed is None else mean <= allowed
-    heard = ours["implementations"] != theirs["implementations"]  # else vLLM has run its own twice
+    is_ours_used = ours["implementations"] != theirs["implementations"]  # otherwise vLLM has run its own backend twice
     cells = [
         f"{equal} of {len(tokens[0])}" if tokens[0] else "embeddings",
         str(len(set(tokens[0]))),
@@ -730,11 +736,11 @@ def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None)
         ", ".join(ours["implementations"]),
         f"{theirs['seconds']:.1f} / {ours['seconds']:.1f}",
     ]
-    return ("agrees" if allowed is None else f"gap <= {allowed}") if right and heard else "DIFFERS", cells
+    return ("agrees" if allowed is None else f"gap <= {allowed}") if right and is_ours_used else "DIFFERS", cells
 
 
 def check(names: list[str], limit: int, logs: Path | None) -> int:
-    """Serve each model by ours and by the other; the table; 1 if anything differs."""
+    """Serve each model with ours and with the other side, and print the table. Returns 1 if anything differs."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(
         "model", "equal tokens", "different", "gap of logprobs, mean / max", "cached", "other", "ours", "seconds", ""
@@ -751,9 +757,9 @@ def check(names: list[str], limit: int, logs: Path | None) -> int:
             if logs is not None and "log" in result:
                 (logs / f"{name}-{backend}.log").write_text(result["log"])
             version = result.get("version") or version
-        said, cells = verdict(results[0], results[1], MODELS[name].gap)
-        failures += said in ("FAILED", "DIFFERS")
-        table.add_row(name, *cells, said)
+        word, cells = verdict(results[0], results[1], MODELS[name].gap)
+        failures += word in ("FAILED", "DIFFERS")
+        table.add_row(name, *cells, word)
     table.title = f"vLLM {version} on a CPU"
     console.print(table)
     return 1 if failures else 0
@@ -762,8 +768,8 @@ def check(names: list[str], limit: int, logs: Path | None) -> int:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--models", default=";".join(MODELS), help="names separated by semicolons")
-    parser.add_argument("--limit", type=int, default=300, help="seconds for one process")
-    parser.add_argument("--logs", type=Path, help="a folder for what a process that failed has printed")
+    parser.add_argument("--limit", type=int, default=300, help="time limit for one process, in seconds")
+    parser.add_argument("--logs", type=Path, help="a folder for the output of failed processes")
     parser.add_argument("--serve", nargs=3, metavar=("FOLDER", "BACKEND", "MODEL"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.serve:

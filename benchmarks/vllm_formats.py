@@ -1,18 +1,20 @@
-"""Quantised caches: the bytes that vLLM's and FlashInfer's writers store and those of ours, and attention over them.
+"""Quantised caches: our writers' bytes beside those of vLLM's and FlashInfer's writers, and attention over them.
 
     python -m benchmarks.vllm_formats [--only WORDS] [--flashinfer FOLDER] [--backend NAME] [--record FILE]
 
-It wants the environment of `benchmarks.vllm_check`. For the formats with a scale per token and head, a layer of vLLM's
-Triton backend and one of ours write the same rows into caches of the same garbage, which are then compared whole;
-Triton's interpreter runs vLLM's kernels. Both attend over what vLLM's layer has written, where ours finds NaN in every
-place without a row, and are held to the rule in float64. vLLM stores int4 rows after a rotation, whose sums it takes in
-another order than ours, so that a few float32 rows are rounded to another code; without rotation the bytes are equal.
+Run it in the environment of `benchmarks.vllm_check`. For the formats with a scale per token and head, a layer of vLLM's
+Triton backend and one of ours write the same rows into caches with the same garbage. The whole caches are then
+compared. Triton's interpreter runs vLLM's kernels. Both layers attend over the cache that vLLM's layer has written, and
+are compared with attention in float64. Ours finds NaN in every place without a row. vLLM stores int4 rows after a
+rotation, whose sums it adds in another order than ours, so that a few float32 rows are rounded to another code. Without
+rotation the bytes are equal.
 
-The writers of the other formats are `write_kv_pages` and, for mxfp8 and mxfp4, vLLM's functions for weights and
-activations; for nvfp4 FlashInfer's function for a block, compiled for the CPU from the header `page.cuh` in FOLDER (the
-installed package's by default), with IEEE divisions, where FlashInfer itself allows its compiler approximate ones.
+For the other formats, the writers are ours (`write_kv_pages`) and the following. For mxfp8 and mxfp4 they are vLLM's
+functions for weights and activations. For nvfp4 it is FlashInfer's function for a block, compiled for the CPU from the
+header `page.cuh` in FOLDER (by default that of the installed package). It is compiled with IEEE divisions, while
+FlashInfer allows its own compiler approximate ones.
 
-`--record` writes small rows and their bytes, for tests without vLLM.
+`--record` writes small rows and their bytes to FILE, for tests without vLLM.
 """
 
 import argparse
@@ -37,9 +39,9 @@ from rich.table import Table
 
 from benchmarks import vllm_masks
 
-BOUND = 5e-6  # the cosine difference of results in bfloat16
+BOUND = 5e-6  # for the cosine difference of results in bfloat16
 PAGE, BLOCKS = 16, 24
-LENS = [(1, 37), (5, 18), (40, 66), (1, 1)]  # queries and keys of requests
+LENS = [(1, 37), (5, 18), (40, 66), (1, 1)]  # (queries, keys) of the requests
 TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")
 RECORDED_COLUMNS = 32
 
@@ -69,7 +71,7 @@ def cases() -> Iterator[Case]:
 
 
 class Step:
-    """The rows of a case, and the table of its requests."""
+    """The rows of a case, and the page table of its requests."""
 
     def __init__(self, case: Case) -> None:
         import torch
@@ -95,7 +97,7 @@ class Step:
         self.layer: Any = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
 
     def cache_of(self, content: int, dtype: Any) -> Any:
-        """A cache [blocks, K, page, content] of bytes without meaning, in the case's order of memory."""
+        """A cache [blocks, K, page, content] of random bytes, in the case's memory order."""
         import torch
 
         heads = self.case.heads[1]
@@ -104,13 +106,16 @@ class Step:
         return cache if self.case.layout == "LBHNC" else cache.transpose(1, 2)
 
     def options(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What both implementations are made of."""
+        """The constructor arguments of both implementations."""
         case = self.case
         given = (case.heads[0], case.size, case.size**-0.5, case.heads[1], None, case.window, case.cache)
         return given, {"logits_soft_cap": case.soft_cap, "sinks": self.sinks}
 
     def metadata(self, is_split: bool) -> Any:
-        """The step for vLLM's implementation, which may share the keys of decodes among 16 programs."""
+        """The step's metadata for vLLM's implementation.
+
+        With `is_split` it divides the keys of decodes among 16 programs.
+        """
         import torch
 
         shape = (self.tokens, self.case.heads[0], 16)
@@ -133,12 +138,12 @@ class Step:
         )  # fmt: skip
 
     def rule(self, keys: Any, values: Any) -> Any:
-        """Attention in float64 to keys and values [tokens of all requests, K, D]."""
+        """Attention in float64 over keys and values [tokens of all requests, K, D]."""
         import torch
 
         case, outs, begin = self.case, [], 0
         queries = self.q.double()
-        if case.cache.startswith("int4"):  # they are rounded after their rotation
+        if case.cache.startswith("int4"):  # vLLM rounds queries after their rotation
             queries = turned_back(int4_module().single_rht(self.q.float()).to(self.dtype).double())
         group = case.heads[0] // case.heads[1]
         for row, (q_len, kv_len) in enumerate(LENS):
@@ -157,7 +162,10 @@ class Step:
 
 
 def rows(*shape: int) -> Any:
-    """Rows like keys: some columns are much larger than the others, and some rows hold zeros or few numbers."""
+    """Rows that look like keys.
+
+    Some columns are much larger than the others, and some rows hold zeros or few distinct numbers.
+    """
     import torch
 
     x = torch.randn(shape) * torch.where(torch.rand(shape[-1]) < 0.05, 8.0, 1.0)
@@ -172,7 +180,10 @@ def rows(*shape: int) -> Any:
 
 
 def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, float]:
-    """The share of bytes that differ, and the differences of ours to the rule, vLLM's to it, and ours to vLLM's."""
+    """The share of bytes that differ, then the largest cosine differences.
+
+    The differences are between ours and the rule, vLLM's and the rule, and ours and vLLM's.
+    """
     import torch
 
     import ragged_attention as ra
@@ -193,7 +204,7 @@ def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, flo
     theirs, ours = step.cache_of(content, spec.dtype), None
     given, named = step.options()
     their_impl = triton.TritonAttentionImpl(*given, **named)
-    keys, values = their_impl._pth_key_value_caches(theirs)  # which fills its scales
+    keys, values = their_impl._pth_key_value_caches(theirs)  # this call also fills its scales
     ours = theirs.clone()
     their_impl.do_kv_cache_update(step.layer, step.k, step.v, theirs, step.slots)
     our_impl: Any = RaggedAttentionBackend.get_impl_cls()(*given, **named)
@@ -223,15 +234,15 @@ def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, flo
     out = torch.full_like(step.q, torch.nan)
     with ra.use_backend(backend):
         our_impl.forward(step.layer, step.q, None, None, poisoned, builder.build(0, step.common()), out)
-    apart = vllm_masks.cosine_difference
+    difference = vllm_masks.cosine_difference
     return (
-        float(changed), apart(out, rule), max(apart(each, rule) for each in results),
-        max(apart(out, each) for each in results),
+        float(changed), difference(out, rule), max(difference(each, rule) for each in results),
+        max(difference(out, each) for each in results),
     )  # fmt: skip
 
 
 def decoded(codes: Any, scales: Any, step: Step, case: Case) -> Any:
-    """The rows of all requests in float64, from vLLM's own views of a cache; int4's are turned back by its function."""
+    """The rows of all requests in float64, from vLLM's own views of a cache. int4 rows are rotated back."""
     import torch
 
     packed = case.cache.startswith("int4")
@@ -250,7 +261,7 @@ def int4_module() -> Any:
 
 
 def turned_back(x: Any) -> Any:
-    """Rows before their rotation, by vLLM's own function."""
+    """The rows before their rotation, by vLLM's own function."""
     return int4_module().single_rht(x, inverse=True) / int4_module().largest_power_of_2_divisor(x.shape[-1])
 
 
@@ -258,7 +269,7 @@ def turned_back(x: Any) -> Any:
 
 
 def written(k: Any, kinds: Any, backend: str | None, k_scale: float | None) -> tuple[Any, Any]:
-    """The bytes of rows [N, K, D] that `write_kv_pages` stores in pages of codes and scales, both `(dtype, width)`."""
+    """The bytes that `write_kv_pages` stores for rows [N, K, D]: pages of codes and of scales, each `(dtype, width)`."""
     import torch
 
     from ragged_attention.torch import write_kv_pages
@@ -279,7 +290,7 @@ def written(k: Any, kinds: Any, backend: str | None, k_scale: float | None) -> t
 
 
 def token_head(name: str) -> Callable[[Any], tuple[Any, Any]]:
-    """vLLM's writer of a format with a scale per token and head, without a rotation, of rows [N, K, D]."""
+    """vLLM's writer of rows [N, K, D] in a format with a scale per token and head, without a rotation."""
     import torch
 
     writers: Any = importlib.import_module("vllm.v1.attention.ops.triton_reshape_and_cache_flash")
@@ -386,7 +397,7 @@ def nvfp4(header: Path, scale: float) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def writers(header: Path | None) -> Iterator[tuple[str, Callable[[Any], tuple[Any, Any]], Any, float | None]]:
-    """Each writer: its name, the function, what pages and scales a row of D columns has, and the tensor's scale."""
+    """Yield each writer: its name and function, the pages and scales for a row of D columns, and the tensor's scale."""
     import torch
 
     bytes_, e4m3, e8m0 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -412,7 +423,7 @@ def writers(header: Path | None) -> Iterator[tuple[str, Callable[[Any], tuple[An
 
 
 def of_writers(header: Path | None, backend: str | None, only: str) -> Iterator[tuple[str, int, int]]:
-    """Each writer, how many bytes it has stored, and how many of ours differ from them."""
+    """Yield each writer, the number of bytes that it stored, and the number of our bytes that differ."""
     import torch
 
     for name, write, kinds, scale in writers(header):
@@ -420,7 +431,7 @@ def of_writers(header: Path | None, backend: str | None, only: str) -> Iterator[
             continue
         stored = differ = 0
         for dtype, size in itertools.product((torch.bfloat16, torch.float16, torch.float32), (64, 96, 256)):
-            if name == "mxfp4" and dtype == torch.float32:  # vLLM's asserts 16 bits
+            if name == "mxfp4" and dtype == torch.float32:  # vLLM's writer requires 16-bit floats
                 continue
             torch.manual_seed(size)
             k = torch.cat((rows(40, 2, size), special_rows(2, size))).to(dtype)
@@ -431,7 +442,7 @@ def of_writers(header: Path | None, backend: str | None, only: str) -> Iterator[
 
 
 def special_rows(heads: int, size: int) -> Any:
-    """Rows of one sign, constants, tiny numbers, and ties."""
+    """Rows with one sign, with constants, with tiny numbers, and with ties."""
     import torch
 
     x = torch.randn(8, heads, size)
@@ -443,7 +454,7 @@ def special_rows(heads: int, size: int) -> Any:
 
 
 def record(header: Path | None, path: Path) -> None:
-    """Rows in bfloat16 and what the writers store of them, as hexadecimal text."""
+    """Rows in bfloat16 and the bytes that the writers store for them, as hexadecimal text."""
     import torch
 
     torch.manual_seed(1)
@@ -488,7 +499,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.only in case.cache:
             found.setdefault(f"{case.cache}, {case.dtype}", []).append(of_layers(case, options.backend))
     for name, measured in found.items():
-        worst = np.max(measured, 0)  # NaN stays
+        worst = np.max(measured, 0)  # NaN stays NaN
         allowed = 1e-3 if name.startswith("int4") else 0.0
         right = bool((worst <= [allowed, BOUND, BOUND, BOUND]).all())
         failures += not right

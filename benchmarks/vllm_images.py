@@ -1,8 +1,8 @@
-"""What `benchmarks.vllm_check` needs of models that look at images: processors, prompts with images, configurations.
+"""Images for `benchmarks.vllm_check`: processors, prompts with images, and configurations.
 
-The tokens of an image see one another, earlier and later ones (vLLM's `mm_prefix`). In a prompt to vLLM one token
-stands for an image, and vLLM's processor puts the image's tokens there; for transformers' model they are put there
-here. Images are noise, and as large as the model wants them.
+The tokens of an image see one another, earlier and later ones (vLLM's `mm_prefix`). In a prompt for vLLM one token
+stands for an image, and vLLM's processor replaces it by the image's tokens. For transformers' model this module does
+so. Images are random, with the size that the model requires.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-# The last tokens of the vocabulary, which are no words.
+# The special tokens are the last ones of the vocabulary.
 WORDS = 501
 SPECIAL = (
     "<sound>",
@@ -36,17 +36,17 @@ _VISION = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A family of models: what its configuration adds, and what becomes of an image in a prompt."""
+    """A family of models: its configuration, and the tokens of an image in a prompt."""
 
     title: str
     settings: dict[str, Any]
     processor: dict[str, Any]
-    size: tuple[int, int]  # of an image, height and width
-    tokens: int  # of an image
-    asked: int  # the token that stands for an image in a prompt to vLLM
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # the tokens before those of the image, and those after them
-    arrays: tuple[str, ...]  # of images, that transformers' model takes
-    types: str  # its argument that says which tokens are an image's
+    size: tuple[int, int]  # (height, width) of an image
+    tokens: int  # tokens per image
+    asked: int  # the token that stands for an image in a prompt for vLLM
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # the tokens before and after those of the image
+    arrays: tuple[str, ...]  # the arrays of images that transformers' model takes
+    types: str  # the model's argument that marks the image tokens
 
     @property
     def name(self) -> str:
@@ -94,14 +94,14 @@ KINDS = {
 
 
 def configuration(name: str, text: dict[str, Any]) -> Any:
-    """A model's configuration, with that of its text."""
+    """A model's configuration, including that of its text model."""
     transformers: Any = importlib.import_module("transformers")
     shared = {name: text[name] for name in ("initializer_range", "pad_token_id", "bos_token_id", "eos_token_id")}
     return getattr(transformers, name)(text_config=text, **KINDS[name].settings, **shared)
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer that knows numbers and the tokens around images."""
+    """Save a tokenizer that knows numbers and the tokens around images."""
     tokenizers: Any = importlib.import_module("tokenizers")
     transformers: Any = importlib.import_module("transformers")
     words = {str(i): i for i in range(WORDS)} | {name: i for i, name in NAMES.items()}
@@ -118,11 +118,11 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def prepare_vllm(config: str) -> None:
-    """Let vLLM load a model and its processor without torchvision, which comes in builds for another torch.
+    """Let vLLM load a model and its processor without torchvision, whose installed build may be for another torch.
 
-    The class of image processors that wants it is replaced by the one that does the same by Pillow, and vLLM is given
-    the class of the model, which it would otherwise look at in a process of its own. Processors of videos and sounds
-    are named only.
+    The class of image processors that needs torchvision is replaced by the equivalent one that uses Pillow. vLLM gets
+    the class of the model, which it would otherwise inspect in a process of its own. Processors of videos and sounds
+    are only stubs.
     """
     kind, transformers = KINDS[config], importlib.import_module("transformers")
     pillow = pillow_processors(kind)
@@ -157,14 +157,14 @@ def image_processor(kind: Kind) -> Any:
 
 
 def images(kind: Kind, count: int) -> list[Any]:
-    """The same images in every process."""
+    """Random images, the same in every process."""
     pillow: Any = importlib.import_module("PIL.Image")
     draw = np.random.default_rng(0)
     return [pillow.fromarray(draw.integers(0, 256, (*kind.size, 3), np.uint8)) for _ in range(count)]
 
 
 def parts_of(prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Each prompt in the parts between which there is an image: in turn two images, one and none."""
+    """Each prompt cut into parts, with an image between two parts. In turn, prompts have two images, one and none."""
     parts = []
     for i, prompt in enumerate(prompts):
         words = [3 + token % (WORDS - 3) for token in prompt]
@@ -175,7 +175,7 @@ def parts_of(prompts: list[list[int]]) -> list[list[list[int]]]:
 
 
 def with_images(kind: Kind, prompts: list[list[int]], image: list[int]) -> list[tuple[list[int], list[Any]]]:
-    """Each prompt's tokens, with those of `image` for each of its images, and its images."""
+    """For each prompt, its tokens with `image` in the place of each image, and its images."""
     parts = parts_of(prompts)
     supply = iter(images(kind, sum(len(each) - 1 for each in parts)))
     requests = []
@@ -188,7 +188,7 @@ def with_images(kind: Kind, prompts: list[list[int]], image: list[int]) -> list[
 
 
 def asked(config: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """The prompts as vLLM takes them."""
+    """The prompts in the form for vLLM."""
     kind, requests = KINDS[config], []
     for tokens, shown in with_images(kind, prompts, [kind.asked]):
         request: dict[str, Any] = {"prompt_token_ids": tokens}
@@ -197,7 +197,7 @@ def asked(config: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
 
 
 def expanded(config: str, prompts: list[list[int]]) -> list[tuple[list[int], dict[str, Any]]]:
-    """The prompts as transformers' model takes them: tokens, and arrays of their images."""
+    """The prompts in the form for transformers' model: tokens, and the arrays of their images."""
     kind, requests = KINDS[config], []
     before, after = kind.around
     processor = image_processor(kind)
@@ -208,5 +208,5 @@ def expanded(config: str, prompts: list[list[int]]) -> list[tuple[list[int], dic
 
 
 def types(config: str, tokens: Any) -> dict[str, Any]:
-    """Which of the tokens are an image's."""
+    """The argument that marks the tokens of images."""
     return {KINDS[config].types: (tokens == _IMAGE).long()}

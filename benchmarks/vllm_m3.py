@@ -1,6 +1,6 @@
-"""What `benchmarks.vllm_check` needs to compare MiniMax M3: vLLM's checkpoint, and transformers' model, rounding alike.
+"""MiniMax M3 for `benchmarks.vllm_check`: vLLM's checkpoint, and transformers' model with the same roundings.
 
-vLLM reads the names of the published checkpoints, and stores index keys in bfloat16.
+vLLM reads a checkpoint with the published names, and stores index keys in bfloat16.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _NAMES = {
     ".mlp.experts.": ".block_sparse_moe.experts.",
 }
 PROCESSORS = "vllm.transformers_utils.processors.minimax_m3"
-# What vLLM's model imports from there, and uses for images alone.
+# Names that vLLM's model imports from there, but uses only for images.
 _OF_IMAGES = (
     "MIN_SHORT_SIDE_PIXEL", "MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor", "MiniMaxVLProcessor",
     "smart_resize",
@@ -28,7 +28,7 @@ _OF_IMAGES = (
 
 
 def prepare(made: Any) -> None:
-    """Draw the norms' weights and the experts' bias, which transformers sets to 0."""
+    """Randomise the norms' weights and the experts' bias, which transformers sets to 0."""
     import torch
 
     for name, parameter in made.named_parameters():
@@ -40,7 +40,7 @@ def prepare(made: Any) -> None:
 
 
 def save_original(folder: Path) -> None:
-    """The checkpoint in `folder` once more, in `folder/original`, by the names that vLLM reads."""
+    """Save the checkpoint in `folder` again, in `folder/original`, with the names that vLLM reads."""
     safetensors: Any = importlib.import_module("safetensors.torch")
     (folder / "original").mkdir()
     weights = {}
@@ -93,16 +93,16 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 
 def without_images() -> types.ModuleType:
-    """A module in the place of the processors of images, which import torchvision."""
+    """A module that replaces the processors of images, which import torchvision."""
     processors = types.ModuleType(PROCESSORS)
     vars(processors).update({name: type(name, (), {}) for name in _OF_IMAGES})
     return processors
 
 
 def prepare_vllm() -> None:
-    """Let vLLM load the text model without torchvision, which comes in builds for another torch.
+    """Let vLLM load the text model without torchvision, whose installed build may be for another torch.
 
-    vLLM is given the class of the model, which it would otherwise look at in a process of its own.
+    vLLM gets the class of the model, which it would otherwise inspect in a process of its own.
     """
     sys.modules[PROCESSORS] = without_images()
     bindings: Any = importlib.import_module("ragged_attention.integrations._vllm_bindings")
@@ -111,7 +111,7 @@ def prepare_vllm() -> None:
 
 
 def quantise() -> None:
-    """Let transformers' model select by queries and keys that are rounded to bfloat16, as vLLM's are."""
+    """Make transformers' model select with queries and keys rounded to bfloat16, as vLLM does."""
     home: Any = importlib.import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
     select, rotate = home.MiniMaxM3VLIndexer.forward, home.apply_rotary_pos_emb
 

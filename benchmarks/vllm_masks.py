@@ -1,16 +1,16 @@
-"""vLLM's Triton attention and ours under vLLM's masks, for the shapes of vLLM's own tests and some more.
+"""vLLM's Triton attention and ours with vLLM's masks, for the shapes of vLLM's own tests and some more.
 
     python -m benchmarks.vllm_masks [--only WORDS] [--without-triton]
 
-It wants the environment of `benchmarks.vllm_check`. A case is a step: vLLM's `CommonAttentionMetadata` goes to the
-metadata builder of our backend, and the layer's write and attention run on a cache with NaN wherever nothing is stored.
-The result is held to vLLM's rule in float64, written down here, and so is that of vLLM's kernel, which Triton's
-interpreter runs on the same cache. That takes the values of keys before a window for 0 even where an image or a prompt
-keeps them in view, so there it is not judged.
+Run it in the environment of `benchmarks.vllm_check`. A case is a step: vLLM's `CommonAttentionMetadata` is passed to
+the metadata builder of our backend, and the layer's write and attention run on a cache with NaN wherever nothing is
+stored. The result is compared with vLLM's rule, written down here in float64. So is the result of vLLM's kernel, which
+Triton's interpreter runs on the same cache. That kernel takes the values of keys before a window as 0 even if an image
+or a prompt keeps them in view; it is not checked in such cases.
 
-The shapes are those of vLLM's tests of this kernel, of the spans of images, and of requests of which some are causal.
-vLLM has none of chunks that look back, of prompts that stay in view, and of windows beside requests that are not
-causal: those are ours.
+The shapes are those of vLLM's tests of this kernel, of image spans, and of steps in which only some requests are
+causal. vLLM has no tests for chunks that look back, for prompts that stay in view, and for windows together with
+requests that are not causal. Those shapes are ours.
 """
 
 import argparse
@@ -28,15 +28,15 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-# The cosine difference of results that are rounded to bfloat16, and of vLLM's, which rounds weights too.
+# The bound for the cosine difference of results, which are rounded to bfloat16; vLLM also rounds weights.
 BOUND = 5e-6
 PAGE = 16
-SCALES = (0.5, 0.25)  # of keys and values in 8 bits
+SCALES = (0.5, 0.25)  # of 8-bit keys and values
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of requests (queries, keys), and what its tokens see."""
+    """A step of requests (queries, keys), and the mask of its tokens."""
 
     group: str
     lens: Sequence[tuple[int, int]]
@@ -46,10 +46,11 @@ class Case:
     soft_cap: float | None = None
     is_8_bit: bool = False
     causal: bool | tuple[bool, ...] = True
-    spans: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)  # their last tokens too
+    # request -> spans of images, from the first to the last token, inclusive
+    spans: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     clamp: bool = False
     lookback: int = -1
-    prompts: tuple[int, ...] | None = None  # lengths of those that stay in view
+    prompts: tuple[int, ...] | None = None  # lengths of the prompts that stay in view
     prompt_window: int = 0
 
     @property
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def is_beyond_window(self) -> bool:
-        """Whether a query sees a key before its window, whose value vLLM 0.32's kernel takes for 0."""
+        """Whether a query sees a key before its window. vLLM 0.32's kernel takes the value of such a key as 0."""
         if self.window is None:
             return False
         for row, (q_len, kv_len) in enumerate(self.lens):
@@ -68,7 +69,7 @@ class Case:
         return False
 
     def sees(self, row: int) -> Any:
-        """[queries, keys] of a request: vLLM's rule."""
+        """The mask [queries, keys] of a request, by vLLM's rule."""
         q_len, kv_len = self.lens[row]
         q, k = np.arange(kv_len - q_len, kv_len)[:, None], np.arange(kv_len)
         causal = self.causal if isinstance(self.causal, bool) else self.causal[row]
@@ -128,7 +129,7 @@ def of_images() -> Iterator[Case]:
     for size in (128, 256, 512):
         yield Case("images", paged, (8, 1), size, 256, spans=spans)
     yield Case("images", [(276, 276)], (16, 8), 256, 1024, spans={0: [(5, 260)]})
-    # With all that may go with them: soft caps, 8 bits, images of one request only.
+    # Images together with soft caps, 8 bits, and images in only one request.
     for window, clamp in ((None, False), (64, True)):
         yield Case("images", paged, (8, 2), 128, window, 50.0, True, spans={0: spans[0]}, clamp=clamp)
 
@@ -160,7 +161,7 @@ def of_other_masks() -> Iterator[Case]:
 
 
 class Step:
-    """The arrays of a case: queries, and a cache [blocks, K, page, 2 D] that holds the keys and values of requests."""
+    """The arrays of a case: queries, and a cache [blocks, K, page, 2 D] for the keys and values of requests."""
 
     def __init__(self, case: Case) -> None:
         import torch
@@ -202,7 +203,7 @@ class Step:
         )  # fmt: skip
 
     def ours(self) -> Any:
-        """The write of all keys by our layer, and its attention."""
+        """The result of our layer: it writes all keys, then attends."""
         import torch
 
         from ragged_attention.integrations.vllm import RaggedAttentionBackend
@@ -230,9 +231,9 @@ class Step:
         return impl.forward(self.layer, self.q, None, None, self.cache, metadata, out)
 
     def theirs(self, is_split: bool = False) -> Any:
-        """vLLM's kernel on the cache that our layer has written; it wants numbers where nothing is stored.
+        """The result of vLLM's kernel on the cache that our layer has written, with 0 in places without a row.
 
-        Of requests that all decode, it may share the keys among 16 programs.
+        With `is_split`, which is for decodes, it divides the keys among 16 programs.
         """
         import torch
 
@@ -263,7 +264,7 @@ class Step:
         return out
 
     def rule(self) -> Any:
-        """The same in float64, one request after another."""
+        """The result in float64, computed one request at a time."""
         import torch
 
         case, outs = self.case, []
@@ -285,13 +286,13 @@ class Step:
 
 
 def cosine_difference(a: Any, b: Any) -> float:
-    """DeepGEMM's `calc_diff`: 0 for equal arrays, and NaN if there is any."""
+    """DeepGEMM's `calc_diff`: 0 for equal arrays, and NaN if any element is NaN."""
     a, b = a.double(), b.double()
     return float(1 - 2 * (a * b).sum() / (a * a + b * b).sum())
 
 
 def use_interpreter() -> None:
-    """Let vLLM for CPUs, which wants a Triton with a backend for them, take Triton's interpreter for one."""
+    """Make vLLM for CPUs, which requires a Triton with a CPU backend, accept Triton's interpreter instead."""
     os.environ["TRITON_INTERPRET"] = "1"
     backends: Any = importlib.import_module("triton.backends")
     backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
@@ -315,7 +316,7 @@ def main(arguments: list[str] | None = None) -> int:
             for is_split in () if options.without_triton else (False, True)[: 1 + case.is_decode]:
                 theirs = step.theirs(is_split)
                 differences.append((0.0, cosine_difference(theirs, rule), cosine_difference(ours, theirs)))
-            found.setdefault((case.group, case.is_beyond_window), []).append(np.max(differences, 0))  # NaN stays
+            found.setdefault((case.group, case.is_beyond_window), []).append(np.max(differences, 0))  # NaN stays NaN
     table = Table("masks", "cases", "ours to the rule", "vLLM's to the rule", "ours to vLLM's", "")
     failures = 0
     for (group, is_beyond_window), differences in found.items():

@@ -1,12 +1,12 @@
-"""vLLM's own CPU operators and modules as oracles of ours, on the same bytes.
+"""vLLM's own CPU operators and modules, compared with ours on the same bytes.
 
     python -m benchmarks.vllm_operators
 
-It wants the environment of `benchmarks.vllm_check`. vLLM's operators serve DeepSeek-V4 on CPUs: its indexer is
-`fp8_paged_mqa_logits_cpu` and `topk_transform_512_cpu`, `flash_mla_with_kvcache_cpu` attends to a window and to a list
-of compressed keys, and `fused_qnorm_rope_kv_insert_cpu` writes the window. vLLM has no fused step before attention for
-CPUs, so those of our backend are held to its modules RMSNorm and RotaryEmbedding, in float32. The shapes are those of
-vLLM's own tests, and a few larger ones.
+Run it in the environment of `benchmarks.vllm_check`. vLLM's operators serve DeepSeek-V4 on CPUs:
+`fp8_paged_mqa_logits_cpu` and `topk_transform_512_cpu` are its indexer, `flash_mla_with_kvcache_cpu` attends to a
+window and to a list of compressed keys, and `fused_qnorm_rope_kv_insert_cpu` writes the window. vLLM has no fused step
+before attention on CPUs, so our backend's fused steps are compared with its modules RMSNorm and RotaryEmbedding in
+float32. The shapes are those of vLLM's own tests, plus a few larger ones.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-# Of operators that round to bfloat16, and of steps that round what float32 modules give to bfloat16 and float16.
+# Bounds for operators that round to bfloat16, and for steps whose float32 results are rounded to bfloat16 and float16.
 BOUNDS = {
     "fp8_paged_mqa_logits_cpu": 5e-6,
     "topk_transform_512_cpu": 0.0,
@@ -39,7 +39,7 @@ def cosine_difference(a: Any, b: Any) -> float:
 
 
 def differences() -> Iterator[tuple[str, float]]:
-    """The name of each operator, and how far ours is from it, case by case."""
+    """Yield the name of each operator and the difference of ours from it, case by case."""
     import torch
 
     torch.manual_seed(0)
@@ -79,7 +79,10 @@ def of_the_indexer() -> Iterator[tuple[str, float]]:
 
 
 def of_attention() -> Iterator[tuple[str, float]]:
-    """vLLM's cases, with and without compressed keys; one of the sizes of the model; and lists without any key."""
+    """Yield the differences for attention.
+
+    The cases are vLLM's, with and without compressed keys, one with the model's sizes, and lists without any key.
+    """
     import torch
 
     from ragged_attention.torch import mla_decode, quantize_mla_cache
@@ -115,7 +118,7 @@ def of_attention() -> Iterator[tuple[str, float]]:
 
 
 def of_the_window() -> Iterator[tuple[str, float]]:
-    """The keys that vLLM's operator and our fused write store, for some tokens without a slot."""
+    """Yield the differences between the keys that vLLM's operator and our fused write store, also without slots."""
     import torch
 
     from ragged_attention.torch import dequantize_mla_cache, latent_norm_rope_write
@@ -141,7 +144,10 @@ def of_the_window() -> Iterator[tuple[str, float]]:
 
 
 def of_fused_steps() -> Iterator[tuple[str, float]]:
-    """Our layers' fused steps, for the shapes of vLLM's test of a fused write, and slots that are fewer than tokens."""
+    """Yield the differences of our layers' fused steps.
+
+    The shapes are those of vLLM's test of a fused write, also with fewer slots than tokens.
+    """
     import torch
 
     config: Any = importlib.import_module("vllm.config")
@@ -212,7 +218,7 @@ def of_a_fused_step(
 def main() -> int:
     worst, cases = dict.fromkeys(BOUNDS, 0.0), dict.fromkeys(BOUNDS, 0)
     for name, difference in differences():
-        worst[name] = float(np.maximum(worst[name], difference))  # NaN stays
+        worst[name] = float(np.maximum(worst[name], difference))  # NaN stays NaN
         cases[name] += 1
     failures = 0
     for name, difference in worst.items():

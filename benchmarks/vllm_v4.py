@@ -1,7 +1,7 @@
-"""What `benchmarks.vllm_check` needs to compare DeepSeek-V4: vLLM's checkpoint, and transformers' model with 8 bits.
+"""DeepSeek-V4 for `benchmarks.vllm_check`: vLLM's checkpoint, and transformers' model with 8-bit keys.
 
-vLLM reads the names of the published checkpoints, and stores keys and the indexer's keys in 8 bits, so that
-transformers' model is given what is rounded in the same way. It also projects the output of attention in bfloat16.
+vLLM reads a checkpoint with the published names. It stores keys and the indexer's keys in 8 bits, so transformers'
+model gets values that are rounded in the same way. vLLM also projects the output of attention in bfloat16.
 """
 
 import importlib
@@ -11,15 +11,15 @@ from typing import Any
 
 _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _NAMES = {".attn.norm.": ".attn.kv_norm.", "embed_tokens.": "embed.", "hc_head.hc_": "hc_head_"}
-# Of transformers' configuration, with values that vLLM's refuses.
+# Fields of transformers' configuration that vLLM refuses.
 _NOT_OF_VLLM = ("mlp_layer_types", "layer_types", "compress_rates", "partial_rotary_factor")
-_LATENT, _GROUP = 448, 64  # columns that are not rotated, and how many of them share a scale
+_LATENT, _GROUP = 448, 64  # columns that are not rotated, and columns per scale
 
 
 def prepare(made: Any) -> None:
-    """Draw what transformers sets to constants, and let every weight be a number of bfloat16.
+    """Randomise parameters that transformers sets to constants, and round every weight to bfloat16.
 
-    The bias of the experts is so large that it chooses them alone, since otherwise roundings would.
+    The experts' bias is so large that it alone chooses the experts. Otherwise roundings would decide.
     """
     import torch
 
@@ -41,7 +41,7 @@ def prepare(made: Any) -> None:
 
 
 def save_original(folder: Path) -> None:
-    """The checkpoint in `folder` once more, in `folder/original`, by the names that vLLM reads."""
+    """Save the checkpoint in `folder` again, in `folder/original`, with the names that vLLM reads."""
     safetensors: Any = importlib.import_module("safetensors.torch")
     (folder / "original").mkdir()
     weights = {}
@@ -63,7 +63,7 @@ def save_original(folder: Path) -> None:
 
 
 def quantise() -> None:
-    """Let transformers' model attend to keys, and select by keys and queries, that are rounded as vLLM rounds them."""
+    """Make transformers' model attend to keys, and select by keys and queries, with vLLM's rounding."""
     import torch
 
     home: Any = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")

@@ -1,11 +1,11 @@
-"""What is published: built, checked, tried and tagged.
+"""Builds, checks, tries and tags a release.
 
     python tools/release.py dist           # an sdist and a wheel in dist/, checked, and tried in fresh environments
     python tools/release.py release        # whether this commit can be released; changes nothing but dist/
     python tools/release.py release --tag  # the same, then the tag
 
 `make dist` and `make release` make the environment that this needs. Nothing is uploaded: the last lines that `release`
-prints are the commands which do that.
+prints are the commands for that.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HEADING = re.compile(r"^## (?P<version>\d+\.\d+\.\d+)(?: - (?P<date>\d{4}-\d{2}-
 CITED = re.compile(r"^version: (\S+)$", re.MULTILINE)
 UNRELEASED = re.compile(r"^## Unreleased$(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 
-# In an environment without a framework: what is installed is the package, and the definition computes.
+# Runs in an environment without a framework. It checks which package is installed, and that the reference computes.
 WITHOUT_EXTRAS = """
 import numpy
 import ragged_attention
@@ -46,7 +46,7 @@ torch.testing.assert_close(ragged_paged_attention(*batch), ragged_paged_attentio
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:
-    """Run a command that may print; its failure ends this program."""
+    """Run a command that may print. If it fails, this program ends."""
     shown = " ".join(map(str, command)).partition("\n")[0]
     print(f"\n$ {shown}", flush=True)
     if code := subprocess.run(list(map(str, command)), cwd=cwd, env=environment()).returncode:
@@ -54,7 +54,7 @@ def run(*command: object, cwd: Path = ROOT) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Ours without what would let a fresh environment see this checkout, or change what it computes."""
+    """The environment without variables that would show this checkout to a fresh environment, or change its results."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "PYTHONPATH"))}
 
 
@@ -63,13 +63,13 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def stage(root: Path, folder: Path) -> None:
-    """Copy the files that git knows or would add: nothing else that lies in a checkout, built or cached, is shipped.
+    """Copy the files that git tracks or would add. Built or cached files in the checkout are not shipped.
 
-    README.md goes as an index shows it.
+    README.md is converted by `for_an_index`.
     """
     for name in git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]:
         source, target = root / name, folder / name
-        if source.is_symlink() or source.is_file():  # one that was removed is still listed
+        if source.is_symlink() or source.is_file():  # git still lists a file that was removed
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
     readme = folder / "README.md"
@@ -87,9 +87,9 @@ PICTURE = re.compile(r'<picture>.*?(<img [^>]*src=")([^"]+)("[^>]*>).*?</picture
 
 
 def for_an_index(readme: str, repository: str | None, tag: str) -> str:
-    """README as a package index shows it, with no file beside it: links lead to the repository, pictures come from it.
+    """The README for a package index, which has no files beside it: links lead to the repository, and so do pictures.
 
-    As long as `[project.urls]` has no Repository, of links the text stays, and pictures are left out.
+    If `[project.urls]` has no Repository, only the text of links stays, and pictures are left out.
     """
     if repository is None:
         return LINK.sub(r"\1", BADGE.sub("", PICTURE.sub("", readme)))
@@ -110,7 +110,7 @@ def expect_same_contents(first: Path, second: Path) -> None:
 
 
 def try_install(wheel: Path, extra: str, code: str) -> None:
-    """Install a wheel where there is nothing else, ask the doctor, and run `code`, away from this checkout."""
+    """Install a wheel in an empty environment, run the doctor, and run `code`, away from this checkout."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         venv.create(place / "env", with_pip=True)
@@ -122,7 +122,7 @@ def try_install(wheel: Path, extra: str, code: str) -> None:
 
 
 def dist(root: Path) -> list[Path]:
-    """Build into dist/ and check what was built; returns the sdist and the wheel."""
+    """Build into dist/ and check the results. Returns the sdist and the wheel."""
     output = root / "dist"
     shutil.rmtree(output, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +140,7 @@ def dist(root: Path) -> list[Path]:
 
 
 def version_of(root: Path) -> str:
-    """The version where setuptools reads it."""
+    """The version, read from the place where setuptools reads it."""
     attribute = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["version"]["attr"]
     package, _, name = attribute.rpartition(".")
     text = (root / "src" / package / "__init__.py").read_text()
@@ -149,7 +149,7 @@ def version_of(root: Path) -> str:
 
 
 def hindrances(root: Path, today: datetime.date) -> list[str]:
-    """Why this commit cannot be released, apart from what building shows."""
+    """The reasons why this commit cannot be released, apart from those that the build shows."""
     version, changelog = version_of(root), (root / "CHANGELOG.md").read_text()
     heading, unreleased = HEADING.search(changelog), UNRELEASED.search(changelog)
     found = []
@@ -172,7 +172,7 @@ def hindrances(root: Path, today: datetime.date) -> list[str]:
 
 
 def release(root: Path, today: datetime.date, tag: bool) -> int:
-    """Check, build and, if told to, tag; prints what remains to be done by hand."""
+    """Check, build and, with `tag`, tag. Prints the remaining steps."""
     if found := hindrances(root, today):
         print("\n".join(found), file=sys.stderr)
         return 1

@@ -1,13 +1,12 @@
-"""The versions that people have: environments of the oldest, of later ones and of the newest, and tests in each.
+"""Tests with the supported versions: environments of the oldest, of later and of the newest ones, and tests in each.
 
     python tools/versions.py                  # make them all, run the tests in each
-    python tools/versions.py newest --save    # one of them, and keep its outcome
+    python tools/versions.py newest --save    # only one of them, and save its outcome
 
-pyproject.toml allows what lies between the oldest and the newest of what `ENVIRONMENTS` names, and
-docs/start/install.md says how the tests ended; `--save` writes that table there. Each environment is a folder of
-.venv-versions, of about 6 GB, for torch brings its libraries for CUDA. The tests are those of both front ends, of
-`torch.compile`, of gradients and of the transformers integration, and every named batch on every backend that a CPU
-runs, thinned out as `make test` does.
+pyproject.toml allows the versions between the oldest and the newest of `ENVIRONMENTS`, and docs/start/install.md has
+the outcomes of the tests; `--save` writes its table. Each environment is a folder in .venv-versions, of about 6 GB,
+because torch brings its CUDA libraries. The tests are those of both front ends, of `torch.compile`, of gradients and of
+the transformers integration, and all named batches on all backends that a CPU runs, thinned out as by `make test`.
 """
 
 import argparse
@@ -41,18 +40,18 @@ TESTS = (
     "test_torch_front_end.py",
     "test_torch_out.py",
 )
-# What tests need, and of what is installed apart: absl-py is jax-triton's.
+# Packages that the tests need, and absl-py, which jax-triton needs.
 TOOLS = ("absl-py", "hypothesis", "ml_dtypes", "pytest", "pytest-xdist", "rich")
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A Python and the packages that are installed for it, with their versions."""
+    """A version of Python, with the packages that are installed for it and their versions."""
 
     python: str
     packages: Mapping[str, str]
-    # What is installed after the rest, without what it asks for: torch for CUDA wants the Triton that it was built for,
-    # and jax's plugin the libraries of CUDA.
+    # Packages that are installed last and without their dependencies: torch for CUDA requires the Triton that it was
+    # built for, and jax's plugin the CUDA libraries.
     apart: Mapping[str, str]
 
 
@@ -77,7 +76,7 @@ COLUMNS = ("Python", "torch", "Triton", "jax", "NumPy", "Numba", "transformers")
 
 
 def python_of(version: str) -> str:
-    """An interpreter of this version: one of pyenv's, or what PATH or uv knows."""
+    """The path of a Python interpreter of this version, from pyenv, PATH or uv."""
     found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
     if found:
         return str(found[-1])
@@ -101,7 +100,7 @@ def pinned(packages: Mapping[str, str]) -> list[str]:
 
 
 def made(name: str) -> Path:
-    """The Python of an environment, which is made if its packages are not those of the table."""
+    """The path of an environment's Python. The environment is made if its packages are not those of `ENVIRONMENTS`."""
     wanted, folder = ENVIRONMENTS[name], FOLDER / name
     python, stamp = folder / "bin" / "python", folder / "made"
     described = json.dumps([wanted.python, wanted.packages, wanted.apart])
@@ -115,7 +114,7 @@ def made(name: str) -> Path:
 
 
 def outcome_of(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Run the tests in an environment; what it holds, and how many passed, failed and were skipped."""
+    """Run the tests in an environment. Returns its versions and the numbers of tests by outcome."""
     python, report = made(name), FOLDER / f"{name}.json"
     report.unlink(missing_ok=True)
     tests = [str(ROOT / "tests" / test) for test in TESTS]
@@ -142,7 +141,7 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def written(page: str, outcomes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with the table in its place."""
+    """The page with its table replaced."""
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{table(outcomes)}\n\n{END}", page, flags=re.DOTALL)
 
 
@@ -152,7 +151,9 @@ def known() -> dict[str, Any]:
 
 def main(argv: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools/versions.py", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(ENVIRONMENTS)}; default: all")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"environments: {', '.join(ENVIRONMENTS)} (default: all)"
+    )
     parser.add_argument("--save", action="store_true", help=f"write the outcome to {PAGE.relative_to(ROOT)}")
     options, arguments = parser.parse_known_args(argv)
     if unknown := set(options.names) - set(ENVIRONMENTS):

@@ -1,4 +1,4 @@
-"""Run another project's tests of attention by our operations, and print the outcomes."""
+"""Run another project's attention tests through our operations, and print the outcomes."""
 
 import argparse
 import importlib
@@ -12,13 +12,13 @@ SUITES = ("aiter", "fla", "minimax_m3", "qsa")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if nothing failed, and 1 otherwise."""
+    """Return 0 if nothing failed, and 1 otherwise."""
     parser = argparse.ArgumentParser(prog="benchmarks.sparse_suites", description=__doc__)
     parser.add_argument("suite", choices=SUITES)
     parser.add_argument("--checkout", type=Path, required=True, help="a folder with the project's tests")
-    parser.add_argument("--only", default="", help="a part of the names of tests")
-    parser.add_argument("--cases", type=int, default=12, help="cases of each test")
-    parser.add_argument("--largest", type=float, help="the largest product of a case's sizes (default: the suite's)")
+    parser.add_argument("--only", default="", help="only tests whose name contains this")
+    parser.add_argument("--cases", type=int, default=12, help="the maximum number of cases per test")
+    parser.add_argument("--largest", type=float, help="the maximum product of a case's sizes (default: the suite's)")
     options = parser.parse_args(argv)
     suite = importlib.import_module(f"benchmarks.sparse_suites.{options.suite}")
     checkout = options.checkout.resolve()

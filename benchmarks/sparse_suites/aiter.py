@@ -1,4 +1,4 @@
-"""aiter's tests of paged decode, by `ragged_paged_attention`: caches of MI300's 8-bit floats among them."""
+"""aiter's tests of paged decode, run through `ragged_paged_attention`, also with caches of MI300's 8-bit floats."""
 
 import sys
 import types
@@ -22,7 +22,7 @@ def paged_attention_decode(
     max_seq_len: int, compute_type: Any, k_scale: Any, v_scale: Any, num_seq_partitions: int = 0,
     alibi_slopes: Any = None,
 ) -> None:  # fmt: skip
-    """Queries [sequences, heads, size], of which codes are numbers too; caches [pages, KV heads, positions, size]."""
+    """Replaces aiter's function. Queries are [sequences, heads, size], caches [pages, KV heads, positions, size]."""
     if k_scale.numel() > 1:
         raise Unsupported(f"expected one k_scale, got {tuple(k_scale.shape)}: scales of single positions")
     pages = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
@@ -34,13 +34,13 @@ def paged_attention_decode(
 
 
 def pertoken_quant(x: Any, scale_dtype: Any, quant_dtype: Any) -> tuple[Any, Any]:
-    """Rows as codes, with one scale for each row."""
+    """The rows as 8-bit codes, with one scale per row."""
     scale = (x.float().abs().amax(-1, keepdim=True) / torch.finfo(quant_dtype).max).to(scale_dtype)
     return (x.float() / scale).to(quant_dtype), scale
 
 
 def install(checkout: Path) -> None:
-    """Stand-ins for the two modules that the tests import; nothing of aiter's own package is."""
+    """Make stand-ins for the two modules that the tests import. Nothing of aiter's own package is imported."""
     bare_package("aiter", checkout / "aiter")
     vars(sys.modules["aiter"])["pertoken_quant"] = pertoken_quant
     for name in ("ops", "ops.triton", "ops.triton.attention"):

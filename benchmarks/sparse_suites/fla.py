@@ -1,7 +1,7 @@
-"""flash-linear-attention's tests of native sparse attention (NSA), by `varlen_attention` and `top_k_blocks`.
+"""flash-linear-attention's tests of native sparse attention (NSA), run through `varlen_attention` and `top_k_blocks`.
 
-Compressed attention is attention with the means of blocks, each of which a query sees from its last key on: one range
-of keys. Selected attention is attention with lists of blocks.
+Compressed attention is attention to the mean keys and values of blocks. A query sees a block once it has reached the
+block's last key, so its visible blocks are one range of keys. Selected attention is attention with block lists.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from ragged_attention.torch import top_k_blocks, varlen_attention
 
 FILES = ("tests/ops/test_nsa.py",)
 SIZES = ("B", "T", "cu_seqlens", "HQ", "D", "S", "block_size")
-LARGEST = 1e9  # their reference keeps eight bytes for each of these for its gradient
+LARGEST = 1e9  # their reference keeps eight bytes per product unit for its gradient
 TESTS = (
     "test_parallel_value_split_matches_single_tile",
     "test_parallel",
@@ -32,19 +32,19 @@ TESTS = (
     "test_parallel_decode",
     "test_parallel_varlen_decode",
 )
-INIT_BLOCKS, LOCAL_BLOCKS = 1, 2  # that NSA always selects
+INIT_BLOCKS, LOCAL_BLOCKS = 1, 2  # blocks that NSA always selects
 Edges = tuple[torch.Tensor, torch.Tensor]
 
 
 def packed(q: Any, k: Any, v: Any, edges: Edges, **settings: Any) -> tuple[Any, Any]:
-    """`varlen_attention` of tensors [B, T, heads, size] with their sequences packed."""
+    """The results of `varlen_attention` for tensors [B, T, heads, size], whose sequences are packed."""
     rows = [each.flatten(0, 1) for each in (q, k, v)]
     out, lse = varlen_attention(rows[0], rows[1], rows[2], *edges, **settings, return_lse=True)
     return out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
 
 
 def edges_of(q: torch.Tensor, kv_len: int, cu_seqlens: Any) -> Edges:
-    """Where the sequences of queries [B, TQ, ...] begin, and those of so many keys each, in packed rows."""
+    """The cumulative lengths of the queries [B, TQ, ...] and of their keys, by default `kv_len` per sequence."""
     if cu_seqlens is None:
         counts = torch.arange(len(q) + 1, dtype=torch.int32)
         return counts * q.shape[1], counts * kv_len
@@ -53,14 +53,14 @@ def edges_of(q: torch.Tensor, kv_len: int, cu_seqlens: Any) -> Edges:
 
 
 def positions_of(edges: Edges) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each query, and its position: the last query stands at the last key."""
+    """The sequence and the position of each query. The last query of a sequence is at its last key."""
     q_lens, kv_lens = (each.diff().long() for each in edges)
     seq = torch.repeat_interleave(torch.arange(len(q_lens)), q_lens)
     return seq, torch.arange(len(seq)) - edges[0][1:][seq] + kv_lens[seq]
 
 
 def blocks_of(edges: Edges, block_size: int) -> torch.Tensor:
-    """Where the blocks of each sequence begin, packed."""
+    """The cumulative numbers of blocks of the sequences."""
     return F.pad((-(-edges[1].diff() // block_size)).cumsum(0), (1, 0)).int()
 
 
@@ -86,7 +86,7 @@ def parallel_nsa_fwd(
 def parallel_nsa_compression(
     q: Any, k: Any, v: Any, TK: int, block_size: int, scale: float, cu_seqlens: Any = None
 ) -> tuple[Any, Any]:
-    """Its lse is 0 where a query sees no block."""
+    """Out and lse of compressed attention. As in their kernel, lse is 0 for a query that sees no block."""
     edges = edges_of(q, TK, cu_seqlens)
     _, position = positions_of(edges)
     ranges = torch.stack([torch.zeros_like(position), (position + 1) // block_size], 1)[:, None].int()
@@ -97,12 +97,15 @@ def parallel_nsa_compression(
 def parallel_nsa_topk(
     q: Any, k: Any, TK: int, lse: Any, block_counts: int, block_size: int, scale: float, cu_seqlens: Any = None
 ) -> torch.Tensor:
-    """Blocks by the mean probability that a group of heads gives their means; first those that are always selected."""
+    """The lists of selected blocks, by the mean probability that a group of heads gives to the blocks' means.
+
+    The blocks that are always selected come first.
+    """
     edges, kv_heads = edges_of(q, TK, cu_seqlens), k.shape[2]
     seq, position = positions_of(edges)
     starts, means, packed = blocks_of(edges, block_size), k.flatten(0, 1).float(), q.flatten(0, 1).float()
     block = torch.arange(int(starts.diff().max()))
-    each = means[(starts[seq].long()[:, None] + block).clamp(max=len(means) - 1)]  # [T, B, K, D]
+    each = means[(starts[seq].long()[:, None] + block).clamp(max=len(means) - 1)]  # block means [T, B, K, D]
     logits = torch.einsum("tkgd,tbkd->tkgb", packed.unflatten(1, (kv_heads, -1)), each) * scale
     hidden = (block >= (position[:, None] + 1) // block_size)[:, None, None]
     scores = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0).mean(2)
@@ -119,7 +122,7 @@ def parallel_nsa(
     block_counts: Any = 16, block_size: int = 64, window_size: int = 0, scale: Any = None,
     cu_seqlens: Any = None,
 ) -> Any:  # fmt: skip
-    """The sum of the three branches, each by its gate."""
+    """The sum of the three branches, each multiplied by its gate."""
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     edges = edges_of(q, k.shape[1], cu_seqlens)
     compressed: Any = 0
@@ -139,7 +142,10 @@ def parallel_nsa(
 
 
 def mean_pooling(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-    """Means of blocks, of which the last of a sequence may be shorter, for both sides: theirs is a Triton kernel."""
+    """The means of blocks; the last block of a sequence may be shorter.
+
+    Both sides use this function, since theirs is a Triton kernel.
+    """
     if cu_seqlens is None:
         parts = [part.mean(1) for part in x.float().split(chunk_size, 1)]
         return torch.stack(parts, 1).to(x.dtype)
@@ -148,7 +154,7 @@ def mean_pooling(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | No
 
 
 def flash_attn_func(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[int, int]) -> Any:
-    """What their reference calls for its window, by torch under a dense mask."""
+    """Attention with a window by torch with a dense mask. Their reference calls this function."""
     assert causal
     position = torch.arange(k.shape[1])
     back = position[k.shape[1] - q.shape[1] :, None] - position
@@ -167,8 +173,8 @@ def flash_attn_varlen_func(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens
 
 
 def install(checkout: Path) -> None:
-    """Put our functions where the tests look for the kernels' own."""
-    for name in ("fla", "fla.ops"):  # not the kernels of other operations
+    """Put our functions in the places where the tests look for the kernels' functions."""
+    for name in ("fla", "fla.ops"):  # avoids importing the kernels of other operations
         bare_package(name, checkout / name.replace(".", "/"))
     flash_attn: Any = types.ModuleType("flash_attn")
     flash_attn.flash_attn_func, flash_attn.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func

@@ -1,4 +1,4 @@
-"""vLLM's tests of MiniMax M3's sparse attention, by `block_scores`, `select_blocks` and `ragged_paged_attention`."""
+"""vLLM's tests of MiniMax M3, run through `block_scores`, `select_blocks` and `ragged_paged_attention`."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ FILES = (
 )
 SIZES = ("num_reqs",)
 LARGEST = 100.0
-# The other tests are of layouts, launches and kernels for one architecture, by names that are not replaced here.
+# The other tests are about layouts, launches and kernels for one architecture, and use names that are not replaced
+# here.
 TESTS = (
     "test_prefill_index_topk_correctness",
     "test_decode_index_topk_correctness",
@@ -39,7 +40,7 @@ OPS = "vllm.models.minimax_m3.common.ops"
 def minimax_m3_index_score(
     idx_q: Any, index_kv_cache: Any, block_table: Any, cu_seqlens_q: Any, seq_lens: Any, *others: Any, **named: Any
 ) -> Any:
-    """Scores [heads, tokens, blocks]; the other arguments follow from these."""
+    """Scores [heads, tokens, blocks]. The remaining arguments follow from the named ones and are ignored."""
     scores = block_scores(
         idx_q, index_kv_cache[:, :, None], block_size=BLOCK, page_indices=block_table, kv_lens=seq_lens,
         cu_q_lens=cu_seqlens_q,
@@ -70,7 +71,7 @@ def minimax_m3_sparse_attn(
     q: Any, kv_cache: Any, topk_idx: Any, block_table: Any, cu_seqlens_q: Any, seq_lens: Any, prefix_lens: Any,
     max_query_len: int, num_kv_heads: int, sm_scale: float, output: Any, k_scale: Any = None, v_scale: Any = None,
 ) -> None:  # fmt: skip
-    """Keys and values [pages, heads, positions, 2 * size]; lists [heads, tokens, blocks]."""
+    """Attention to keys and values [pages, heads, positions, 2 * size], with lists [heads, tokens, blocks]."""
     if k_scale is not None and k_scale.ndim:
         raise Unsupported(f"expected one k_scale for a head, got {tuple(k_scale.shape)}: scales of single positions")
     k, v = kv_cache.transpose(1, 2).chunk(2, dim=-1)

@@ -1,7 +1,7 @@
-"""vLLM's tests of QSA, Qwen4's sparse attention, by `indexer_topk` and `ragged_paged_attention`.
+"""vLLM's tests of QSA, Qwen4's sparse attention, run through `indexer_topk` and `ragged_paged_attention`.
 
-The indexer scores means of groups of keys, stored in pages of their own. Attention is given the positions that it
-selects, one by one.
+The indexer scores the means of groups of keys, which are stored in pages of their own. Attention gets the selected
+positions one by one.
 """
 
 import math
@@ -19,8 +19,8 @@ from ragged_attention.torch import indexer_topk, ragged_paged_attention
 
 FILES = ("tests/models/qwen4_exp/test_qsa_reference.py",)
 SIZES = ("num_rows", "num_query_heads", "num_requests", "page_size")
-LARGEST = 2e6  # their caches take some gigabytes beyond
-# The other tests are of metadata and caches, which are no operations.
+LARGEST = 2e6  # their caches take some gigabytes in larger cases
+# The other tests are about metadata and caches, which are not operations.
 TESTS = (
     "test_qsa_decode_selection_correctness",
     "test_qsa_prefill_selection_correctness",
@@ -29,11 +29,14 @@ TESTS = (
     "test_qsa_selection_handles_no_complete_compressed_blocks",
 )
 OPS = "vllm.models.qwen4_exp.nvidia.ops"
-SMALLEST_HEAD = 16  # of an index query
+SMALLEST_HEAD = 16  # least columns of an index query
 
 
 def selected(q: Any, k_cache: Any, page_table: Any, rows: Any, visible_blocks: Any, top_k: int) -> torch.Tensor:
-    """The means that each query selects. Each is a sequence of its own, for how many it sees is given."""
+    """The groups that each query selects.
+
+    Each query is a sequence of its own, because the tests give its number of visible groups.
+    """
     size = q.shape[-1]
     q, keys = (F.pad(each.float(), (0, max(SMALLEST_HEAD - size, 0))).to(each.dtype) for each in (q, k_cache[:, :, 0]))
     weights = torch.full(q.shape[:2], 1 / math.sqrt(size))
@@ -62,7 +65,10 @@ def qsa_select_paged_prefill(
 def expand_qsa_block_indices(
     block_indices: Any, query_positions: Any, visible_blocks: Any, compress_ratio: int, token_topk: int, out: Any
 ) -> None:
-    """The positions of selected groups and of the group that is not complete yet, then -1; how many comes last."""
+    """Write the positions of the selected groups and of the incomplete last group, then -1.
+
+    The last column is the number of positions.
+    """
     groups = block_indices.long().masked_fill(block_indices >= visible_blocks[:, None], -1)
     positions = torch.where(groups >= 0, groups * compress_ratio, -token_topk * compress_ratio)
     positions = (positions[:, :, None] + torch.arange(compress_ratio)).flatten(1)
@@ -77,7 +83,7 @@ def qsa_sparse_paged_attention(
     q: Any, k_cache: Any, v_cache: Any, logical_indices: Any, block_table: Any, token_to_req: Any,
     use_prefill_config: bool, k_scale: float = 1.0, v_scale: float = 1.0, *, output_gate: Any,
 ) -> Any:  # fmt: skip
-    """Lists hold nothing that a query does not see, so neither a mask nor lengths of sequences are needed."""
+    """Lists only contain visible positions, so neither a mask nor sequence lengths are needed."""
     counts = torch.bincount(token_to_req.long(), minlength=len(block_table))
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale} if k_cache.dtype != q.dtype else {}
     out = ragged_paged_attention(
@@ -90,11 +96,11 @@ def qsa_sparse_paged_attention(
 
 @pytest.fixture
 def workspace_init() -> None:
-    """Scratch memory of vLLM's kernels, which ours do without."""
+    """A fixture that does nothing. It stands for the scratch memory of vLLM's kernels, which ours do not need."""
 
 
 def install(checkout: Path) -> None:
-    for name in ("model", "qsa", "indexer_qsa"):  # whole layers, of which no test here is
+    for name in ("model", "qsa", "indexer_qsa"):  # whole layers, which no test here uses
         sys.modules[f"vllm.models.qwen4_exp.nvidia.{name}"] = mock.MagicMock()
     others = ("vllm.models.qwen4_exp.common.qsa_cache", "vllm.v1.worker.utils")
     _vllm.install(checkout, (f"{OPS}.qsa", f"{OPS}.qsa_indexer", *others))

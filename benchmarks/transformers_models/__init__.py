@@ -1,1 +1,1 @@
-"""Every family of models in transformers, tiny, with our attention and with its own."""
+"""Every model family in transformers, as a tiny model, with our attention and with its own."""

@@ -1,11 +1,11 @@
-"""Run every family of models in transformers, tiny and random, with our attention and with its own.
+"""Run every model family in transformers, as a tiny random model, with our attention and with its own.
 
     python -m benchmarks.transformers_models [FAMILY ...] [--kind seq2seq] [--shard 3/10] [--dtype bfloat16] [--save]
 
-Each family runs in a process of its own. What it did is appended to build/transformers_models.jsonl, one line each. The
-exit status is 1 if a result differs from that of transformers' eager attention, or if ours fails where that works. With
---save the rows of docs/transformers_models.md are written anew for the families that ran; with --check the exit status
-is 1, too, if one of them is not as it stands there.
+Each family runs in a process of its own. Its record is appended to build/transformers_models.jsonl, one line per
+family. The exit status is 1 if a result differs from that of transformers' eager attention, or if ours fails where
+eager works. With --save the rows of docs/transformers_models.md are rewritten for the families that ran. With --check
+the exit status is also 1 if one of these rows would change.
 """
 
 import argparse
@@ -38,7 +38,7 @@ Entry = tuple[str, str]  # a kind and a family
 
 
 def judge(entry: Entry, dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Any]]:
-    """What is found out about a family, part by part, for a record."""
+    """Yield the findings about a family, part by part, to be merged into its record."""
     kind, family = entry
     try:
         exact, another = build(family, kind), build(family, kind).to(dtype)
@@ -61,16 +61,16 @@ def judge(entry: Entry, dtype: torch.dtype = torch.float32) -> Iterator[dict[str
 
 
 def watched(model: Any, images: Inputs | None) -> dict[str, Any]:
-    """Which kinds of attention a model has, and which of its classes have attention code of their own."""
+    """The kinds of attention that a model has, and its classes that have attention code of their own."""
     with watching(model) as found:
         for inputs in (None, images) if images else (None,):
-            with contextlib.suppress(Exception):  # what fails is said where it is compared
+            with contextlib.suppress(Exception):  # the comparisons report failures
                 generate(model, ragged.NAME, inputs)
     return {"kinds": sorted(found.kinds), "own": sorted(found.own)}
 
 
 def entries(options: argparse.Namespace) -> list[Entry]:
-    """What is asked for, by kinds as transformers lists them."""
+    """The requested families, with their kinds, in transformers' order."""
     known = [(kind, family) for kind, (_, names) in KINDS.items() for family in names]
     unknown = set(options.families) - {family for _, family in known}
     if unknown:
@@ -90,15 +90,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="model types; default: all")
     parser.add_argument("--kind", choices=KINDS)
-    parser.add_argument("--shard", metavar="WHICH/COUNT", help="one shard of them; WHICH is a number or any text")
+    parser.add_argument(
+        "--shard", metavar="WHICH/COUNT", help="only one shard of the families; WHICH is a number or any text"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: one for a CPU")
-    parser.add_argument("--limit", type=float, default=240, help="seconds for a family")
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count(), help="processes at a time (default: the number of CPUs)"
+    )
+    parser.add_argument("--limit", type=float, default=240, help="time limit for a family, in seconds")
     parser.add_argument("--save", action="store_true", help="write the page's rows")
     parser.add_argument("--check", action="store_true", help="compare with the page's rows")
     options = parser.parse_args(argv)
     if options.dtype != "float32" and (options.save or options.check):
-        parser.error("the page is of float32")
+        parser.error("expected --dtype float32 with --save and --check, which use the page's float32 rows")
     return options
 
 
@@ -129,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def warm_up() -> None:
-    """Compile here what the forks would each compile."""
+    """Compile what all the forks need once in this process."""
     model = build("llama", "causal")
     for run in (generate, padded_training):
         run(model, ragged.NAME)

@@ -1,4 +1,4 @@
-"""A family's model, tiny: every kind of its layers once, random weights."""
+"""Tiny models of each family: every kind of layer once, with random weights."""
 
 import copy
 from typing import Any
@@ -29,11 +29,12 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 MOST_LAYERS = 5
 MOST_PARAMETERS = 40_000_000
-SPREAD = 0.15  # of weights: larger than transformers would draw them, so that attention has something to choose
+# standard deviation of weights; larger than in transformers, so that attention weights are not nearly uniform
+SPREAD = 0.15
 
 
 def build(family: str, kind: str) -> Any:
-    """The model, in float32 with transformers' eager attention."""
+    """The model in float32, with transformers' eager attention."""
     auto = KINDS[kind][0]
     config = configuration(family, kind)
     with torch.device("meta"):
@@ -58,8 +59,8 @@ def configuration(family: str, kind: str) -> Any:
 
 
 def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[str, Any]:
-    """Arguments that make a configuration small; those of configurations within it as dicts."""
-    config.allow_global_per_layer_attribute_access = True  # or sizes that differ by layer could not be read
+    """Arguments that make a configuration small. Arguments of nested configurations are dicts."""
+    config.allow_global_per_layer_attribute_access = True  # otherwise sizes that differ by layer could not be read
     counts = {name: value for name in LAYERS if isinstance(value := getattr(config, name, None), int)}
     count = next(iter(counts.values()), 0)
     kept = layers_kept(config, count)
@@ -76,14 +77,14 @@ def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[st
         elif name not in counts and _is_size(name, value):
             small[name] = _size(name, value, text)
     if getattr(config, "kv_lora_rank", None) and "num_key_value_heads" in small:
-        small["num_key_value_heads"] = SIZES["num_attention_heads"]  # keys of latents are those of each head
+        small["num_key_value_heads"] = SIZES["num_attention_heads"]  # expanded latents have keys for every head
     if decoder and hasattr(config, "is_decoder") and not getattr(config, "is_encoder_decoder", False):
         small["is_decoder"] = True
     return small
 
 
 def layers_kept(config: Any, count: int) -> list[int]:
-    """Layers that show every kind once, in their order, at least two."""
+    """The numbers of layers that include every kind once, in order. There are at least two."""
     lists = [getattr(config, name, None) for name in KINDS_OF_LAYERS]
     lists = [each for each in lists if isinstance(each, list | tuple) and len(each) == count]
     first: dict[tuple[str, ...], int] = {}
@@ -108,7 +109,7 @@ def _size(name: str, value: Any, text: bool) -> Any:
 
 
 def merged(small: dict[str, Any], of_family: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with a family's own in their places, also within those that are dicts."""
+    """The arguments with the family's own values instead, also within nested dicts."""
     for name, value in of_family.items():
         if value == OWN:
             small.pop(name, None)
@@ -130,6 +131,7 @@ def draw_weights(model: Any) -> None:
             elif "sink" in name:
                 parameter.normal_(0, 1, generator=random)
             elif not torch.isfinite(parameter).all() or parameter.abs().max() > 1e4:
-                parameter.zero_()  # what a checkpoint would fill
+                parameter.zero_()  # values that a checkpoint would set
             elif not parameter.any():
-                parameter.normal_(0, SPREAD, generator=random)  # gates and biases, which would hide what is behind them
+                # gates and biases; zeros would hide the results that they gate
+                parameter.normal_(0, SPREAD, generator=random)

@@ -1,4 +1,4 @@
-"""What is compared of a model: each way to use it, with transformers' own attention and with ours."""
+"""The comparisons for a model: each way to use it, with transformers' own attention and with ours."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ from ragged_attention.integrations import transformers as ragged
 
 
 def absorb(model: Any) -> Any:
-    """The model after `absorb_mla`, None if that does not take it."""
+    """The model after `absorb_mla`, or None if that does not support it."""
     try:
         return ragged.absorb_mla(model)
     except Unsupported:
@@ -41,7 +41,7 @@ def compare_absorbed(model: Any, exact: Any, absorbed: Any) -> Iterator[Outcome]
 
 
 def compare_images(model: Any, exact: Any, inputs: Inputs) -> Iterator[Outcome]:
-    """Prompts with images, and training with them where they have text."""
+    """Yield the outcomes for prompts with images, and for training on them if they include text."""
     yield compare(model, exact, lambda each, name: generate(each, name, inputs))
     if "input_ids" in inputs:
         labels = inputs["input_ids"].clone()
@@ -52,14 +52,14 @@ def compare_images(model: Any, exact: Any, inputs: Inputs) -> Iterator[Outcome]:
 def compare_all(
     model: Any, exact: Any, another: Any, kind: str, images: Inputs | None
 ) -> Iterator[tuple[str, Outcome]]:
-    """All checks that a model takes, by the columns of the table; the last may hang.
+    """Yield (column of the table, outcome) for all checks that a model supports. The last check may hang.
 
     Args:
-        model: what is judged.
-        exact: the same model in float32; this one itself if it is that.
-        another: one more like it, which may be changed.
+        model: the model to check.
+        exact: the same model in float32, which may be `model` itself.
+        another: one more copy of the model, which may be modified.
         kind: one of `building.KINDS`.
-        images: prompts with images, if it takes some.
+        images: prompts with images, or None if the model takes none.
     """
     yield "generate", compare(model, exact, generate, generate_alone)
     yield "logits", compare(model, exact, logits)

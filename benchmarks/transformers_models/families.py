@@ -1,4 +1,4 @@
-"""What single families want beside the sizes of all: arguments of their configurations, OWN for the default."""
+"""Configuration arguments that single families need besides the common sizes. OWN keeps the configuration's default."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ _GEMMA4_VISION = {
     "num_key_value_heads": 4, "head_dim": 16, "patch_size": 14, "pooling_kernel_size": 2,
 }  # fmt: skip
 _IMAGE_WORDS = {"<image>": 210} | {f"IMGIMG{letter}Z": 100 + number for number, letter in enumerate("ABCDEFGH")}
-_WINDOWS = {"vision_config": {"window_size": 28}}  # pixels
+_WINDOWS = {"vision_config": {"window_size": 28}}  # in pixels
 _CROPS = {"image_grid_pinpoints": [[28, 56], [56, 28]]}
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -146,7 +146,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llava_next_video": _CROPS,
     "llava_onevision": _CROPS,
     "longt5": _STARTS,
-    # With images all keys are in one block: transformers' own indexer counts padding into blocks.
+    # With images all keys are in one block, because transformers' own indexer counts padding into blocks.
     "minimax_m3_vl": {"text_config": _MINIMAX_M3 | {"index_block_size": 256}},
     "minimax_m3_vl_text": _MINIMAX_M3,
     "mistral4": {"num_key_value_heads": 4, "head_dim": 32},

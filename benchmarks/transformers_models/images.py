@@ -1,6 +1,7 @@
-"""Prompts with images, in whichever of the forms that models want them a model takes.
+"""Prompts with images, in the form that a model accepts.
 
-A form is tried by transformers' own attention: it is right if that runs, and if other images then give other logits.
+Forms are tried with transformers' own attention. A form is right if the model runs, and if other images give other
+logits.
 """
 
 import inspect
@@ -13,49 +14,52 @@ from benchmarks.transformers_models.outcomes import EAGER, brief, distance
 from benchmarks.transformers_models.running import Inputs, generate, tokens
 
 Form = Callable[[int], Inputs]
-ROWS = 2  # of prompts, each with one image
+ROWS = 2  # prompts, each with one image
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
-OF_IMAGE = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")  # which tokens are of an image
-BEFORE, BEHIND, PAD = 3, 5, 2  # tokens around the image, and how many of the first row's are padding
-SIDE, PATCH = 28, 14  # where the configuration says nothing
+OF_IMAGE = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")  # arguments that mark the image tokens
+BEFORE, BEHIND, PAD = 3, 5, 2  # tokens before and after the image, and padding tokens in the first row
+SIDE, PATCH = 28, 14  # defaults if the configuration has no such sizes
 
 
 class NoForm(Exception):
-    """No form of images that a model takes."""
+    """The model takes images in none of the known forms."""
 
 
 def image_inputs(model: Any) -> Inputs:
-    """What `generate` takes for prompts with images, padded on the left.
+    """Inputs of `generate` for prompts with images, padded on the left.
 
     Raises:
-        NoForm: the model takes none of the forms that are known here; what its own attention said to the first.
+        NoForm: the model takes none of the known forms. The message is the first form's error.
     """
-    told = []
+    reasons = []
     for form in forms(model):
         try:
             inputs, others = (prompts(model, pixels) for pixels in (form(0), form(1)))
             if distance(generate(model, EAGER, inputs), generate(model, EAGER, others)) > 1e-6:
                 return inputs
-            told.append("its images change nothing")
+            reasons.append("its images change nothing")
         except Exception as error:
-            told.append(brief(error))
-    raise NoForm(told[0] if told else "its forward pass takes no images in a form that is known here")
+            reasons.append(brief(error))
+    raise NoForm(reasons[0] if reasons else "its forward pass takes no images in a known form")
 
 
 def forms(model: Any) -> list[Form]:
-    """Ways to hand over random images, of a seed: first those that arguments of the forward pass tell of."""
+    """The possible forms of random images, as functions of a seed.
+
+    Forms that arguments of the forward pass identify come first.
+    """
     takes = set(inspect.signature(model.forward).parameters)
     vision = getattr(model.config, "vision_config", None) or model.config
     side, patch = (_first(getattr(vision, name, None)) for name in ("image_size", "patch_size"))
     side, patch = side or SIDE, patch or PATCH
     merge = _first(getattr(vision, "spatial_merge_size", None)) or 2
-    grid = 2 * merge  # patches, in height and in width
+    grid = 2 * merge  # patches in height and in width
     count, flat = ROWS * grid * grid, 3 * patch * patch
     image = (3, side, side)
     found: list[Form] = []
 
     def add(name: str, *shapes: tuple[int, ...], **others: Any) -> None:
-        """A form of each of these shapes, if the forward pass takes the argument that tells of it."""
+        """Add a form for each of the shapes, if the forward pass takes the argument `name` of that form."""
         arguments = {key: torch.as_tensor(value) for key, value in others.items()}
         if name in takes:
             found.extend(
@@ -106,7 +110,7 @@ def _noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def prompts(model: Any, pixels: Inputs) -> Inputs:
-    """Rows of text around as many tokens of images as the images give; nothing but images if no text is taken."""
+    """Rows of text around the image tokens. There are only images if the model takes no text."""
     takes = inspect.signature(model.forward).parameters
     inputs = dict(pixels)
     if "input_ids" in takes:
@@ -126,7 +130,7 @@ def prompts(model: Any, pixels: Inputs) -> Inputs:
 
 
 def tokens_of(model: Any, pixels: Inputs) -> int:
-    """How many tokens an image becomes; 0 in a model whose prompts have none."""
+    """The number of tokens per image. It is 0 if the model's prompts have no image tokens."""
     features = [getattr(each, "get_image_features", None) for each in (model, model.base_model)]
     features = [each for each in features if each is not None]
     if not features:

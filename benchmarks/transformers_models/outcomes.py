@@ -1,4 +1,4 @@
-"""Our attention beside transformers' own: how a comparison went."""
+"""Comparisons of our attention with transformers' own, and their outcomes."""
 
 import contextlib
 import dataclasses
@@ -11,17 +11,17 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.integrations import transformers as ragged
 
 Result = tuple[torch.Tensor, ...]
-Run = Callable[[Any, str], Result]  # of a model, with the attention of this name
+Run = Callable[[Any, str], Result]  # runs a model with the attention of this name
 
 EAGER, SDPA = "eager", "sdpa"
-ALLOWED = 1e-4  # in float32: the norm of what differs, by the norm of what is right
+ALLOWED = 1e-4  # largest relative error (by norms) in float32
 ULP = 2.0**-8  # of bfloat16
 EQUAL, DIFFERS, REFUSED, CRASHES, NOT_JUDGED = "equal", "differs", "refused", "crashes", "not judged"
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a check went: one of the five words, and why or by how much."""
+    """The outcome of a check: one of the five words, and the reason or the error."""
 
     word: str
     why: str = ""
@@ -33,11 +33,11 @@ def brief(error: BaseException) -> str:
 
 
 def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) -> Outcome:
-    """Our attention must give what the exact model's own does, which is the model in float32.
+    """Compare our attention with the eager attention of `exact`, which is the model in float32.
 
-    Where it does not, what `others` give counts as right too, since transformers' own may be wrong in one way to use a
-    model and right in another; so does what its SDPA attention gives, since tokens of some models see padding, where
-    the two differ. `ours` is the model that runs with our attention, if it is another one.
+    If they differ, the results of `others` count as right too, because transformers' own attention may be wrong in one
+    way to use a model and right in another. So do the results of its SDPA attention, because some models' tokens see
+    padding, where eager and SDPA differ. `ours` is the model that runs with our attention, if it is another one.
     """
     try:
         right, allowed = _reference(model, exact, run)
@@ -65,7 +65,10 @@ def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) ->
 
 
 def _reference(model: Any, exact: Any, run: Run) -> tuple[Result, float]:
-    """What is right, and how far off ours may be: twice as far as the model's own, and a step of its numbers."""
+    """The right results, and the largest error allowed for ours.
+
+    If `model` is not `exact`, that is twice the error of the model's own attention, plus one rounding step of bfloat16.
+    """
     right = _seeded(run, exact, EAGER)
     if not all(bool(tensor.isfinite().all()) for tensor in right):
         raise ValueError("not finite")
@@ -78,6 +81,6 @@ def _seeded(run: Run, model: Any, attention: str) -> Result:
 
 
 def distance(found: Result, right: Result) -> float:
-    """The norm of the difference by the norm, of the tensor that is most off; NaN if anything is."""
+    """The largest relative error of a tensor, by norms. It is NaN if any is NaN."""
     offs = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(found, right, strict=True)]
     return float(torch.stack(offs).max())

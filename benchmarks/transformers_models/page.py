@@ -1,4 +1,4 @@
-"""docs/transformers_models.md, whose tables the sweep writes."""
+"""The tables of docs/transformers_models.md, which the sweep writes."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ def row(record: Record) -> str:
 
 
 def rows_of(kind: str) -> dict[str, str]:
-    """The page's rows by families."""
+    """The page's rows of one kind, by family."""
     begin, end = marks(kind)
     part = PAGE.read_text().partition(begin)[2].partition(end)[0]
     rows = [line for line in part.splitlines() if line.startswith("| ")][1:]
@@ -30,7 +30,7 @@ def rows_of(kind: str) -> dict[str, str]:
 
 
 def write(records: Sequence[Record]) -> None:
-    """The rows of these families; others stay as they are."""
+    """Rewrite the rows of these families. Other rows stay."""
     for kind in KINDS:
         rows = rows_of(kind) | {record["family"]: row(record) for record in records if record["kind"] == kind}
         rows = dict(sorted(rows.items()))
@@ -42,17 +42,17 @@ def write(records: Sequence[Record]) -> None:
 
 
 def changed(records: Iterable[Record]) -> list[str]:
-    """Where the page says something else of these families."""
-    told = {kind: rows_of(kind) for kind in KINDS}
+    """The differences between the page's rows and the records, one line each."""
+    page_rows = {kind: rows_of(kind) for kind in KINDS}
     lines = []
     for record in records:
-        before, now = told[record["kind"]].get(record["family"], "nothing"), row(record)
+        before, now = page_rows[record["kind"]].get(record["family"], "nothing"), row(record)
         if before != now:
             lines.append(f"expected {PAGE.name} to say of {record['family']} {now}, got {before}")
     return lines
 
 
 def counted(verdicts: Iterable[str]) -> str:
-    """How many families have each verdict, whatever the reason."""
+    """The number of families with each verdict, without the reasons."""
     counts = collections.Counter(verdict.partition(":")[0] for verdict in verdicts)
     return ", ".join(f"{count} {word}" for word, count in counts.most_common())

@@ -1,4 +1,4 @@
-"""Work on many items, each in a process of its own with a time limit, so that none can end the others."""
+"""Work on many items, each in its own process with a time limit, so that no item can end the others."""
 
 import multiprocessing
 import os
@@ -8,11 +8,11 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Work = Callable[[T], Iterable[dict[str, Any]]]  # what it yields is merged into the item's record
+Work = Callable[[T], Iterable[dict[str, Any]]]  # the dicts that it yields are merged into the item's record
 
 
 class Job:
-    """A process that is forked here, so that it has what has been imported and compiled already."""
+    """A forked process, which inherits all imported and compiled code."""
 
     def __init__(self, work: Work, item: Any, limit: float) -> None:
         context = multiprocessing.get_context("fork")
@@ -20,14 +20,14 @@ class Job:
         self.pipe, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=_report, args=(work, item, theirs), daemon=True)
         self.process.start()
-        theirs.close()  # or the end of the process would not end the pipe
+        theirs.close()  # otherwise the end of the process would not close the pipe
 
     @property
     def seconds(self) -> float:
         return time.monotonic() - self.begin
 
     def read(self) -> bool:
-        """Take in what has come; whether nothing more will."""
+        """Read the available results. Returns whether the process has ended."""
         try:
             while self.pipe.poll():
                 self.record |= self.pipe.recv()
@@ -53,11 +53,14 @@ def _report(work: Work, item: Any, pipe: Connection) -> None:
     except Exception as error:
         pipe.send({"ended": f"{type(error).__name__}: {error}"})
     pipe.close()
-    os._exit(0)  # threads that hang do not keep it
+    os._exit(0)  # ends the process even if other threads hang
 
 
 def run_each(work: Work, items: Iterable[T], jobs: int, limit: float) -> Iterator[tuple[T, dict[str, Any]]]:
-    """The items with their records, as they are done: what came, "seconds", and "ended" if it came to a bad end."""
+    """Yield the items with their records as they finish.
+
+    A record also has "seconds", and "ended" with the reason if the process failed.
+    """
     waiting, running = list(items), []
     while waiting or running:
         while waiting and len(running) < jobs:

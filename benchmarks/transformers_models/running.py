@@ -1,6 +1,6 @@
-"""Ways to use a model: each runs it with one attention and returns tensors.
+"""Ways to use a model. Each function runs it with one attention and returns tensors.
 
-Those of generation are the logits of tokens that are given to it, so that no choice between two likely ones hides or
+Generation is forced to given tokens and returns their logits, so that no choice between two likely tokens hides or
 magnifies a difference.
 """
 
@@ -20,7 +20,7 @@ from ragged_attention.integrations import transformers as ragged
 Inputs = dict[str, torch.Tensor]
 
 ROWS, LENGTH, NEW = 3, 17, 10
-PADDING = (4, 0, 10)  # of each row
+PADDING = (4, 0, 10)  # padding tokens per row
 
 
 def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tensor:
@@ -28,19 +28,19 @@ def tokens(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> torch.Tenso
 
 
 def padding(*, right: bool = False) -> torch.Tensor:
-    """Which of the tokens are none: 1 for those that are."""
+    """The attention mask of the tokens, which is 0 for padding."""
     left = (torch.arange(LENGTH) >= torch.tensor(PADDING)[:, None]).long()
     return left.flip(1) if right else left
 
 
-DECODED = tokens(length=9, seed=5)  # of a decoder behind an encoder
+DECODED = tokens(length=9, seed=5)  # tokens of a decoder with an encoder
 SEQUENCES = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 3, 12)]
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 7, 30, 5)]
-PROMPTS.append([*PROMPTS[3][:20], 7, 8])  # shares a beginning
+PROMPTS.append([*PROMPTS[3][:20], 7, 8])  # shares a prefix with another prompt
 
 
 class Given(LogitsProcessor):
-    """Lets `generate` choose given tokens, the same in each row."""
+    """A logits processor that makes `generate` choose given tokens, the same in each row."""
 
     def __init__(self) -> None:
         self._left = iter(tokens(1, NEW, seed=99)[0].tolist())
@@ -56,7 +56,7 @@ class Given(LogitsProcessor):
 
 
 def generate(model: Any, attention: str, inputs: Inputs | None = None, **options: Any) -> Result:
-    """Prompts with padding on the left, and tokens behind them."""
+    """The logits of given tokens, generated after prompts with padding on the left."""
     model.eval().set_attn_implementation(attention)
     inputs = in_dtype(model, inputs or {"input_ids": tokens(), "attention_mask": padding()})
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
@@ -70,7 +70,7 @@ def generate(model: Any, attention: str, inputs: Inputs | None = None, **options
 
 
 def in_dtype(model: Any, inputs: Inputs) -> Inputs:
-    """Inputs with images in the numbers of the model."""
+    """The inputs with floats converted to the model's dtype."""
     return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in inputs.items()}
 
 
@@ -79,7 +79,7 @@ def static_cache(model: Any, attention: str) -> Result:
 
 
 def logits(model: Any, attention: str, mask: torch.Tensor | None = None) -> Result:
-    """Of one forward pass, those of padding left out."""
+    """The logits of one forward pass, without those of padding."""
     model.eval().set_attn_implementation(attention)
     inputs = {"input_ids": tokens()} | ({} if mask is None else {"attention_mask": mask})
     decodes = model.config.is_encoder_decoder
@@ -98,7 +98,7 @@ def right_padding(model: Any, attention: str) -> Result:
 
 
 def train(model: Any, attention: str, batches: Sequence[Inputs], weights: Sequence[float] = (1.0,)) -> Result:
-    """The loss over some batches and its gradients, which stand in one tensor."""
+    """The loss over some batches, and all its gradients in one tensor."""
     model.train().set_attn_implementation(attention)
     model.zero_grad()
     losses = torch.stack([model(**in_dtype(model, batch), use_cache=False).loss for batch in batches])
@@ -111,15 +111,15 @@ def train(model: Any, attention: str, batches: Sequence[Inputs], weights: Sequen
 
 
 def padded_training(model: Any, attention: str) -> Result:
-    """A batch with padding on the left; a decoder behind an encoder has text of its own, without padding."""
+    """Train on a batch with padding on the left. A decoder with an encoder has its own text, without padding."""
     mask = padding()
     labels = tokens().masked_fill(mask == 0, -100)
-    labels[:, 1:][mask[:, :-1] == 0] = -100  # what padding predicts is not specified
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # the prediction after padding is not specified
     labels = DECODED if model.config.is_encoder_decoder else labels
     return train(model, attention, [{"input_ids": tokens(), "attention_mask": mask, "labels": labels}])
 
 
-# The same prompts, each by itself: right too where transformers' own attention takes padding for something to see.
+# The same prompts one at a time. Their results are right even if transformers' own attention lets tokens see padding.
 
 
 def rows_alone() -> list[torch.Tensor]:
@@ -142,27 +142,33 @@ def training_alone(model: Any, attention: str) -> Result:
 
 
 def _weighted(model: Any, attention: str, sequences: Sequence[torch.Tensor]) -> Result:
-    """Training on sequences [1, L] with the mean loss over their tokens."""
+    """Train on sequences [1, L] with the mean loss over all their tokens."""
     counts = [each.shape[1] - 1 for each in sequences]
     batches = [{"input_ids": each, "labels": each} for each in sequences]
     return train(model, attention, batches, [count / sum(counts) for count in counts])
 
 
 def packed_training(model: Any, attention: str) -> Result:
-    """Sequences in one row, which their positions part."""
+    """Train on sequences packed into one row. Their positions separate them."""
     collate: Any = DataCollatorWithFlattening(return_flash_attn_kwargs=False)
     return train(model, attention, [dict(collate([{"input_ids": each, "labels": each} for each in SEQUENCES]))])
 
 
 def packed_or_alone(model: Any, attention: str) -> Result:
-    """`packed_training`; of transformers' own attention that of each sequence alone, whose mean loss is the same."""
+    """`packed_training` with our attention.
+
+    For transformers' eager attention the sequences are run one at a time, which gives the same mean loss.
+    """
     if attention != EAGER:
         return packed_training(model, attention)
     return _weighted(model, attention, [torch.tensor([each]) for each in SEQUENCES])
 
 
 def continuous_batching(model: Any, attention: str) -> Result:
-    """The tokens of `generate_batch`; of transformers' own those of `sdpa`, if they are those of `generate`."""
+    """The tokens of `generate_batch` with our attention.
+
+    For transformers it is run with `sdpa`, and must give the tokens of `generate`.
+    """
     if attention == ragged.NAME:
         return _batched(model, ragged.PAGED_NAME)
     made, alone = _batched(model, "sdpa"), _alone(model)
@@ -172,7 +178,10 @@ def continuous_batching(model: Any, attention: str) -> Result:
 
 
 def absorbed_batching(model: Any, attention: str) -> Result:
-    """The tokens of `generate_batch` after `absorb_mla`; of transformers' own, which pages no latents, `generate`'s."""
+    """The tokens of `generate_batch` after `absorb_mla`.
+
+    For transformers, whose batching does not page latents, they are those of `generate`.
+    """
     if attention == ragged.NAME:
         return _batched(model, ragged.PAGED_NAME)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
@@ -201,7 +210,7 @@ def _batched(model: Any, attention: str) -> Result:
 
 
 def _alone(model: Any) -> Result:
-    """The tokens that `generate` chooses behind each prompt."""
+    """The tokens that `generate` chooses after each prompt."""
     model.eval().set_attn_implementation(EAGER)
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
     made = [model.generate(torch.tensor([each]), max_new_tokens=NEW, do_sample=False) for each in PROMPTS]
@@ -209,7 +218,7 @@ def _alone(model: Any) -> Result:
 
 
 class Errors(logging.Handler):
-    """Keeps what a thread of continuous batching raised last, which it only logs."""
+    """Keeps the last exception of a thread of continuous batching, which only logs it."""
 
     last: BaseException | None = None
 

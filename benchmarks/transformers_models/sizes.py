@@ -1,15 +1,15 @@
-"""Sizes of tiny models, by the names that configurations have for them.
+"""Sizes of tiny models, by the names that configurations use for them.
 
-Windows, chunks and top-k are smaller than the sequences that are compared, heads are grouped, and heads that have more
-than 256 dimensions in a family's own configuration have more here, so that all of it matters.
+Windows, chunks and top-k are smaller than the compared sequences, so that they have an effect, and heads are grouped.
+Heads with more than 256 dimensions in a family's own configuration also have more than 256 here.
 """
 
 from typing import Any
 
 VOCABULARY = 211
-LARGE_HEAD = 272  # where the family's own is over 256
+LARGE_HEAD = 272  # the size of heads that have more than 256 dimensions in the family's own configuration
 
-# Numbers of layers, and lists that have an entry for each.
+# Names of the number of layers, of lists with an entry per layer, and of lists of layer numbers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
 KINDS_OF_LAYERS = (
     "layer_types", "layers_block_type", "block_types", "attention_layers", "indexer_types", "no_rope_layers",
@@ -105,14 +105,14 @@ _NOISE = dict.fromkeys((
 ), 0.0)  # fmt: skip
 
 SIZES = _TOKENS | _WIDTHS | _HEADS | _LATENTS | _REACH | _EXPERTS | _RECURRENCE | _COUNTS | _NOISE
-# Of the parts that read no text: all their heads have keys and values of their own.
+# Sizes of the parts that read no text. Each of their heads has its own keys and values.
 OF_ENCODERS = SIZES | {
     "num_attention_heads": 4, "num_key_value_heads": 4, "num_heads": 4,
     "hidden_size": 64, "intermediate_size": 48,
 }  # fmt: skip
-TEXT = ("text", "decoder", "language", "llm", "thinker", "phi")  # what the names of configurations of text hold
+TEXT = ("text", "decoder", "language", "llm", "thinker", "phi")  # parts of the names of text configurations
 
-# Set even where the configuration's own is None, which stands for a size that others give, or 0.
+# Names that are set even if the configuration's own value is None (a size derived from others), or 0.
 EVEN_FROM_NONE = (
     "head_dim", "num_key_value_heads", "pad_token_id", "bos_token_id", "eos_token_id", "image_token_id",
     "image_token_index",

@@ -1,7 +1,8 @@
-"""What is said of a family, from the record of what was found out about it.
+"""The verdict on a family, from its record.
 
-A record has "family", "kind" and, as far as it came, "unbuilt" or "refused" (why), "checks" (outcomes by columns),
-"calls" (what each attention call became: class, operation, reason), "kinds" and "own" of `watching`, and "ended".
+A record has "family" and "kind". As far as the family came, it also has "unbuilt" or "refused" (the reason), "checks"
+(outcomes by column), "calls" (the result of each attention call: class, operation, reason), "kinds" and "own" of
+`watching`, and "ended".
 """
 
 from collections.abc import Mapping
@@ -14,20 +15,17 @@ COLUMNS = ("generate", "logits", "static cache", "padded", "packed", "batching",
 WRONG = (DIFFERS, CRASHES)
 SIGNS = {EQUAL: "=", DIFFERS: "differs", REFUSED: "refused", CRASHES: "crashes", NOT_JUDGED: ""}
 DENSE = "dense attention in torch"
-OF_ABSORBED = (
-    "Absorbed",
-    "Indexed",
-)  # what the classes of absorbed models begin with, which have a column of their own
+OF_ABSORBED = ("Absorbed", "Indexed")  # how the class names of absorbed models begin; these have their own column
 
 
 def verdict(record: Record) -> str:
-    """One of the verdicts of docs/transformers_models.md, and behind a colon why."""
+    """One of the verdicts of docs/transformers_models.md, with the reason after a colon."""
     if "unbuilt" in record:
         return f"cannot be built: {record['unbuilt']}"
     checks = record.get("checks", {})
     found = [(column, word, why) for column, outcomes in checks.items() for word, why in outcomes]
     for wanted in (*WRONG, REFUSED):
-        columns: dict[str, list[str]] = {}  # by what is said of them
+        columns: dict[str, list[str]] = {}  # the reason -> the columns with that reason
         for column, word, why in found:
             if word == wanted:
                 columns.setdefault("" if wanted == DIFFERS else f" ({why})", []).append(column)
@@ -62,7 +60,7 @@ def is_wrong(record: Record) -> bool:
 
 
 def cells(record: Record) -> list[str]:
-    """The columns of the table."""
+    """The cells of the family's table row."""
     signs = []
     for column in COLUMNS:
         words = [word for word, _ in record.get("checks", {}).get(column, ())]

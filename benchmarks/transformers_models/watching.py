@@ -1,4 +1,4 @@
-"""What the attention layers of a model did while it ran with our attention."""
+"""Observes the attention layers of a model while it runs with our attention."""
 
 import contextlib
 import re
@@ -21,7 +21,7 @@ SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product_attention")
 
 
 class Watched:
-    """Kinds of attention that ours was asked for, and classes of modules that computed one themselves."""
+    """The kinds of attention that ours is called for, and the classes of modules that compute attention themselves."""
 
     def __init__(self, model: Any) -> None:
         names = {type(module).__name__ for module in model.modules()}
@@ -30,7 +30,7 @@ class Watched:
 
 
 class OwnSoftmax(TorchFunctionMode):
-    """Notes the innermost attention module around each softmax over keys that is not ours."""
+    """Records the innermost attention module around each softmax over keys that is not ours."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__()
@@ -39,21 +39,25 @@ class OwnSoftmax(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         name = getattr(function, "__name__", "")
-        if name in SOFTMAX and not self.within_ours and self.modules and args and args[0].ndim > 2:  # routers have 2
+        # routers have two dimensions
+        if name in SOFTMAX and not self.within_ours and self.modules and args and args[0].ndim > 2:
             self.watched.own.add(self.modules[-1])
         return function(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def watching(model: Any) -> Iterator[Watched]:
-    """Watch a model; what ours is asked for is seen in all models."""
+    """A context in which a model is watched.
+
+    The calls of our attention are seen for all models.
+    """
     watched = Watched(model)
     mode = OwnSoftmax(watched)
     ours = AttentionInterface()[ragged.NAME]
 
     def seen(module: Any, query: Any, key: Any, value: Any, *rest: Any, **others: Any) -> Any:
         watched.kinds.update(kinds_of(module, query, key, value, others))
-        pattern = getattr(rest[0] if rest else None, "pattern", None)  # of the mask
+        pattern = getattr(rest[0] if rest else None, "pattern", None)  # the mask's pattern
         if pattern is not None and pattern.selection is not None:
             watched.kinds.add(ARGUMENTS["block_indices"])
         mode.within_ours = True
