@@ -70,12 +70,12 @@ def setting() -> Iterator[Callable[[str, Any], None]]:
     """A function that sets an option of jax for the duration of the test."""
     import jax
 
-    before: dict[str, Any] = {}
+    original_values: dict[str, Any] = {}
 
     def update(name: str, value: Any) -> None:
-        before.setdefault(name, getattr(jax.config, name))
+        original_values.setdefault(name, getattr(jax.config, name))
         jax.config.update(name, value)
 
     yield update
-    for name, value in before.items():
+    for name, value in original_values.items():
         jax.config.update(name, value)

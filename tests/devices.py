@@ -48,8 +48,8 @@ def mesh_of(size: int, name: str) -> Mesh:
 def collectives(function: Any, *arguments: Any) -> Counter[str]:
     """The numbers of collective operations in a compiled function, by kind."""
     text = function.lower(*arguments).compile().as_text()
-    found = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
-    return Counter(found)
+    names = re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", text)
+    return Counter(names)
 
 
 def close(found: Any, expected: Any, rtol: float = 1e-5, atol: float = 1e-5) -> None:
@@ -66,10 +66,10 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
     try:
         function(*arguments, **keywords)
     except InvalidInput as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
-    assert said == match, said
+        message = "nothing"
+    assert message == match, message
 
 
 # ---- attention divided by heads
@@ -107,12 +107,12 @@ def check_heads() -> list[str]:
             for name, value in arrays.items():
                 specs = rd._specs(rd.heads_of_fields(CALLS[operation]).get(name), name, value, 8, "heads")
                 placed[name] = jax.device_put(value, NamedSharding(mesh, specs))
-            said = collectives(jax.jit(over), placed)
+            exchanges = collectives(jax.jit(over), placed)
         if operation in SUMS_OVER_HEADS:
-            assert said == {"all-reduce": 1}, said
+            assert exchanges == {"all-reduce": 1}, exchanges
             close(found, expected)
         else:
-            assert not said, (operation, said)
+            assert not exchanges, (operation, exchanges)
             same(found, expected)
             if not any(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(jax.jit(over)(placed))):
                 divided.append(operation)
@@ -403,7 +403,7 @@ def check_varlen() -> dict[str, Any]:
 
     Returns the numbers of collectives in the forward pass and in training, by the number of devices.
     """
-    said = {}
+    exchanges = {}
     for size, causal in ((4, True), (3, True), (2, False), (1, True)):
         mesh = mesh_of(size, "keys")
         leaves, edges = packed(size, 6)
@@ -427,15 +427,15 @@ def check_varlen() -> dict[str, Any]:
         expected = jax.grad(lambda *given: loss(alone, *given), argnums=(0, 1, 2, 3), has_aux=True)(*leaves)
         close(found, expected, rtol=2e-5, atol=2e-5)
         placed = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("keys"))) for leaf in leaves[:3]]
-        said[f"forward over {size}"] = collectives(jax.jit(attend), *placed, leaves[3])
+        exchanges[f"forward over {size}"] = collectives(jax.jit(attend), *placed, leaves[3])
         training = jax.jit(jax.grad(lambda *given, attend=attend: attend(*given)[0].sum(), argnums=(0, 1, 2)))
-        said[f"training over {size}"] = collectives(training, *placed, leaves[3])
-    return said
+        exchanges[f"training over {size}"] = collectives(training, *placed, leaves[3])
+    return exchanges
 
 
 def check_memory() -> dict[str, int]:
     """The bytes that XLA plans on one device for a forward and a backward pass of 4096 tokens."""
-    said = {}
+    sizes = {}
     for size in (1, 2, 4, 8):
         mesh = mesh_of(size, "keys")
         leaves, _ = packed(size, 2048 // size)
@@ -443,8 +443,8 @@ def check_memory() -> dict[str, int]:
         step = jax.jit(jax.grad(lambda *given, attend=attend: attend(*given)[0].sum(), argnums=(0, 1, 2)))
         placed = [jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("keys"))) for leaf in leaves[:3]]
         plan: Any = step.lower(*placed, leaves[3]).compile().memory_analysis()
-        said[size] = plan.temp_size_in_bytes + plan.output_size_in_bytes + plan.argument_size_in_bytes
-    return said
+        sizes[size] = plan.temp_size_in_bytes + plan.output_size_in_bytes + plan.argument_size_in_bytes
+    return sizes
 
 
 # ---- devices in several processes

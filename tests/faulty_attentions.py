@@ -97,8 +97,8 @@ def sequence(q: Any, k: Any, v: Any, given: Any, fault: str, causal: bool, valid
         for head in range(q.shape[1]):
             kv_head = kv_head_of(head, q.shape[1], k.shape[1], fault)
             biased = given | bias_of(len(k), len(k) - len(q) + row, head, given, fault)
-            found = online(q[row, head][None], k[:, kv_head], v[:, kv_head], seen, biased, fault)
-            out[row, head], lse[row, head] = found[0][0], found[2][0]
+            results = online(q[row, head][None], k[:, kv_head], v[:, kv_head], seen, biased, fault)
+            out[row, head], lse[row, head] = results[0][0], results[2][0]
     return finished(out, lse, given, fault), lse
 
 
@@ -180,11 +180,11 @@ def listed(q: Any, caches: Any, given: Any, fault: str) -> Any:
         if fault == "index once":
             inside &= np.isin(np.arange(len(chosen)), np.unique(chosen, return_index=True)[1])
         rows = np.where(inside, chosen, len(k))
-        found = [np.pad(array, ((0, 1), (0, 0)))[rows] for array in (k, v)]
+        padded = [np.pad(array, ((0, 1), (0, 0)))[rows] for array in (k, v)]
         if fault == "-1 is a key of zeros":
             inside = np.ones_like(inside)
-        keys.append(found[0])
-        values.append(found[1])
+        keys.append(padded[0])
+        values.append(padded[1])
         seen.append(inside)
     return online(q, np.concatenate(keys), np.concatenate(values), np.concatenate(seen), given, fault)
 

@@ -27,15 +27,15 @@ from ragged_attention.testing.suite import corners  # noqa: E402
 ALLOCATES_NOTHING = "page_indices_to_slots"
 FOR_JAX = {"attention": "ragged_paged_attention", "packed gradient": "varlen_attention_backward"}
 granted, asked = sys.maxsize, 0  # allocations of one call: the limit, and the number requested so far
-real = ctypes.CDLL(None).aligned_alloc
-real.argtypes, real.restype = (ctypes.c_size_t, ctypes.c_size_t), ctypes.c_void_p
+real_aligned_alloc = ctypes.CDLL(None).aligned_alloc
+real_aligned_alloc.argtypes, real_aligned_alloc.restype = (ctypes.c_size_t, ctypes.c_size_t), ctypes.c_void_p
 
 
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t)
 def limited(alignment: int, size: int) -> int | None:
     global asked
     asked += 1
-    return real(alignment, size) if asked <= granted else None
+    return real_aligned_alloc(alignment, size) if asked <= granted else None
 
 
 def run(runner: Runner, check: Check, limit: int) -> bool:
@@ -57,10 +57,10 @@ def run(runner: Runner, check: Check, limit: int) -> bool:
 
 def first_corners() -> dict[str, Check]:
     """The first corner of each kind; a corner's kind is its name up to the first comma."""
-    found: dict[str, Check] = {}
+    checks: dict[str, Check] = {}
     for check in corners():
-        found.setdefault(check.name.partition(",")[0], check)
-    return found
+        checks.setdefault(check.name.partition(",")[0], check)
+    return checks
 
 
 def starve(runner: Runner, checks: Iterable[Check], operations: Iterable[str]) -> None:
@@ -68,23 +68,23 @@ def starve(runner: Runner, checks: Iterable[Check], operations: Iterable[str]) -
 
     For each of these checks, print the number of limits under which it ran out of memory.
     """
-    left = set(operations)
+    uncalled = set(operations)
     for check in checks:
         ANSWERED.clear()
         try:
             check.run(runner, 1)
         except Declined:
             continue
-        if not (called := {operation for operation, _ in ANSWERED} & left):
+        if not (called := {operation for operation, _ in ANSWERED} & uncalled):
             continue
-        left -= called
+        uncalled -= called
         failed, limit = 0, 0
         while limit == 0 or asked >= limit:  # the last run reached its limit
             failed += run(runner, check, limit)
             limit += 1
         assert failed, check
         sys.stdout.write(f"{runner} {', '.join(sorted(called))} {failed}\n")
-    assert not left, f"no corner calls {', '.join(sorted(left))}"
+    assert not uncalled, f"no corner calls {', '.join(sorted(uncalled))}"
 
 
 def offered(operation: str) -> Any:

@@ -27,8 +27,8 @@ MARKS = {
 
 def marks(ptx: str) -> list[str]:
     """The names of the MARKS that occur in the text, in order and without immediate repetitions."""
-    found = [name for line in ptx.splitlines() for name, pattern in MARKS.items() if re.search(pattern, line)]
-    return [name for before, name in zip([None, *found], found, strict=False) if name != before]
+    names = [name for line in ptx.splitlines() for name, pattern in MARKS.items() if re.search(pattern, line)]
+    return [name for previous, name in zip([None, *names], names, strict=False) if name != previous]
 
 
 def kernels(case: PagedCase, arch: str) -> Iterator[tuple[str, bool, list[str]]]:
@@ -38,5 +38,7 @@ def kernels(case: PagedCase, arch: str) -> Iterator[tuple[str, bool, list[str]]]
 
 
 if __name__ == "__main__":
-    said = {f"{name}, {arch}": [*kernels(case, arch)] for name, case in CASES.items() for arch in ("sm_90", "sm_80")}
-    print(json.dumps(said))  # noqa: T201
+    launches = {
+        f"{name}, {arch}": [*kernels(case, arch)] for name, case in CASES.items() for arch in ("sm_90", "sm_80")
+    }
+    print(json.dumps(launches))  # noqa: T201

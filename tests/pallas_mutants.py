@@ -18,16 +18,16 @@ class Mutant:
     """A Pallas module, the text that is replaced wherever it occurs in it, and checks at least one of which fails."""
 
     module: str
-    honest: str
+    original: str
     faulty: str
     mode: str
     checks: tuple[str, ...]
 
     def source(self) -> str:
         text = (SOURCES / f"{self.module}.py").read_text()
-        if self.honest not in text:
-            raise ValueError(f"expected kernels_pallas/{self.module}.py to have the text {self.honest!r}")
-        return text.replace(self.honest, self.faulty)
+        if self.original not in text:
+            raise ValueError(f"expected kernels_pallas/{self.module}.py to have the text {self.original!r}")
+        return text.replace(self.original, self.faulty)
 
 
 RAGGED, PAGED, RAGGED_LATENT = "corner: attention, ", "corner: paged decode, ", "corner: ragged latents, "

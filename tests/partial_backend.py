@@ -44,28 +44,28 @@ def why_not(call: Any) -> str | None:
 def decode(fault: str) -> Callable[..., Any]:
     """The kernel with a fault, or the correct kernel if `fault` is the empty string."""
 
-    def attend(**given: Any) -> Any:
-        q, pages, table = given["q"], given["kv_pages"], given["page_indices"]
+    def attend(**arguments: Any) -> Any:
+        q, pages, table = arguments["q"], arguments["kv_pages"], arguments["page_indices"]
         out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
         for seq in range(len(q)):
-            if given["cu_q_lens"][seq + 1] > given["cu_q_lens"][seq]:
-                length = given["kv_lens"][0 if fault == "length of another sequence" else seq]
-                row = given["cu_q_lens"][seq]
-                out[row], lse[row] = one(q[row], pages, table[seq], int(length), given)
+            if arguments["cu_q_lens"][seq + 1] > arguments["cu_q_lens"][seq]:
+                length = arguments["kv_lens"][0 if fault == "length of another sequence" else seq]
+                row = arguments["cu_q_lens"][seq]
+                out[row], lse[row] = one(q[row], pages, table[seq], int(length), arguments)
         if fault == "output scaled":
             out = out * 1.25
         if fault == "lse in base 2":
             lse = lse / np.log(2)
-        return (out, lse) if given.get("return_lse") else out
+        return (out, lse) if arguments.get("return_lse") else out
 
-    def one(q: Any, pages: Any, table: Any, length: int, given: Any) -> Any:
+    def one(q: Any, pages: Any, table: Any, length: int, arguments: Any) -> Any:
         length = min(max(length, 0), len(table) * PAGE_SIZE)
         count = -(-length // PAGE_SIZE)
         listed = np.array(table[:count])
         if fault == "stale page" and count > 1:
             listed[-1] = listed[-2]
         if fault == "unlisted page" and count > 1:
-            listed[1] = next((page for page in range(len(pages)) if page not in given["page_indices"]), listed[1])
+            listed[1] = next((page for page in range(len(pages)) if page not in arguments["page_indices"]), listed[1])
         if fault == "wrong page of a long sequence" and count > 2:
             listed[2:] = listed[0]
         valid = np.repeat((listed >= 0) & (listed < len(pages)), PAGE_SIZE)
@@ -76,7 +76,7 @@ def decode(fault: str) -> Callable[..., Any]:
             seen &= position < length // 8 * 8
         if fault == "first key dropped" and length > 1:
             seen &= position > 0
-        if (window := given.get("sliding_window")) is not None:
+        if (window := arguments.get("sliding_window")) is not None:
             width = window + (fault == "window one too wide") - (fault == "window one too narrow")
             seen &= position >= length - width
         weight = np.ones(len(slots))
@@ -86,9 +86,11 @@ def decode(fault: str) -> Callable[..., Any]:
             first = {page: index for index, page in reversed([*enumerate(listed.tolist())])}
             is_first = np.array([first[page] == index for index, page in enumerate(listed.tolist())], bool)
             seen &= np.repeat(is_first, PAGE_SIZE)
-        scale = given.get("sm_scale")
+        scale = arguments.get("sm_scale")
         scale = (1.0 if fault == "unscaled softmax" else q.shape[-1] ** -0.5) if scale is None else scale
-        return heads(q, slots, seen, weight, scale, None if fault == "soft cap forgotten" else given.get("soft_cap"))
+        return heads(
+            q, slots, seen, weight, scale, None if fault == "soft cap forgotten" else arguments.get("soft_cap")
+        )
 
     def heads(q: Any, slots: Any, seen: Any, weight: Any, scale: float, cap: float | None) -> Any:
         num_kv_heads = slots.shape[1] // 2

@@ -45,7 +45,7 @@ def _merge_kernel(lses: Any, outs: Any, out: Any, buffer: Any, semaphores: Any, 
     for part in range(parts):
         if part + 1 < parts:
             copy(part + 1).start()
-        early = buffer[part % 2].astype(jnp.float32) if fault == "a read of what is on its way" else None
+        early_values = buffer[part % 2].astype(jnp.float32) if fault == "a read of what is on its way" else None
         if fault == "no wait" or (fault == "a wait too few" and part == parts - 1):
             pass
         else:
@@ -53,8 +53,8 @@ def _merge_kernel(lses: Any, outs: Any, out: Any, buffer: Any, semaphores: Any, 
         if fault == "a wait too many" and part == parts - 1:
             copy(part).wait()
         share = weights[part] / jnp.where(total > 0, total, 1.0)
-        found = buffer[part % 2].astype(jnp.float32) if early is None else early
-        out[...] += jnp.where(share > 0, share * found, 0.0) * (1.01 if fault == "wrong" else 1.0)
+        values = buffer[part % 2].astype(jnp.float32) if early_values is None else early_values
+        out[...] += jnp.where(share > 0, share * values, 0.0) * (1.01 if fault == "wrong" else 1.0)
 
 
 def merge(outs: jax.Array, lses: jax.Array, fault: str) -> tuple[jax.Array, jax.Array]:

@@ -52,13 +52,13 @@ class Watched(TorchDispatchMode):
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             self.calls[func._schema.name.partition("::")[2]] += 1
-        for tensor in tree_leaves(found):
+        for tensor in tree_leaves(results):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor):
                 self._meet(tensor.untyped_storage())
-        return found
+        return results
 
     def _meet(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -78,18 +78,18 @@ def written_bytes() -> int:
     return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
 
 
-def same(found: Any, expected: Any, said: str) -> None:
-    assert torch.equal(found, expected), f"{said}: {(found.double() - expected.double()).abs().max()}"
+def same(found: Any, expected: Any, label: str) -> None:
+    assert torch.equal(found, expected), f"{label}: {(found.double() - expected.double()).abs().max()}"
 
 
 def refused(match: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> None:
     try:
         function(*arguments, **keywords)
     except (InvalidInput, RuntimeError) as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
-    assert said == match, said
+        message = "nothing"
+    assert message == match, message
 
 
 # ---- attention divided by heads
@@ -242,8 +242,8 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
     odd, heads, what = size + 1, 4 * size, f"to be a multiple of the mesh's size = {size}, got {size + 1}"
     refused(f"expected num_q_heads of q {what}", attend, odd, 1, Shard(1), Replicate())
     refused(f"expected num_kv_heads of k {what}", attend, odd * size, odd, Shard(1), Replicate())
-    said = "expected q placed as Shard(dim=1), as its heads are, got Shard(dim=0)"
-    refused(said, attend, heads, heads, Shard(0), Shard(1))
+    message = "expected q placed as Shard(dim=1), as its heads are, got Shard(dim=0)"
+    refused(message, attend, heads, heads, Shard(0), Shard(1))
     assert attend(heads, heads, Replicate(), Shard(1)).placements == (Shard(1),)  # replicated heads need no transfer
     one, two = (distribute_tensor(torch.zeros(5, heads, 16), mesh, [Shard(1)], src_data_rank=None) for _ in "ab")
     refused("expected v to be a DTensor, as other arrays of the call are, got a Tensor",
@@ -463,8 +463,8 @@ def check_what_positions_refuse(rank: int, size: int) -> None:
     with ra.use_backend(validate="full"):
         decode(KvShard(size, PAGE))
         own, theirs, other = (PAGE, 2 * PAGE, 1) if rank == 0 else (2 * PAGE, PAGE, 0)
-        said = f"expected shard.interleave={own} on every rank, as on rank {rank}, got {theirs} on rank {other}"
-        refused(said, decode, KvShard(size, own))
+        message = f"expected shard.interleave={own} on every rank, as on rank {rank}, got {theirs} on rank {other}"
+        refused(message, decode, KvShard(size, own))
     for leaf in (q, pages):
         leaf.requires_grad_()
         refused("context_parallel_decode has no gradient: it works on a KV cache, for inference", decode, None)
@@ -549,11 +549,11 @@ def moved(work: Callable[[], Any]) -> int:
     """The bytes that this rank's process writes to others during `work`, without any output of its own."""
     work()  # opens the connections
     dist.barrier()
-    before = written_bytes()
+    bytes_before = written_bytes()
     work()
-    after = written_bytes()
+    bytes_after = written_bytes()
     dist.barrier()
-    return after - before
+    return bytes_after - bytes_before
 
 
 def check_traffic(rank: int, size: int) -> dict[str, int]:
@@ -624,10 +624,10 @@ def check_silence(rank: int, size: int) -> None:
     try:
         rd.context_parallel_varlen_attention(*(rd.zigzag_part(leaf) for leaf in leaves[:3]), edges, group=group)
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     else:
-        said = "nothing"
-    assert "imed out" in said, said
+        message = "nothing"
+    assert "imed out" in message, message
     assert time.monotonic() - began < 10
 
 
@@ -639,9 +639,9 @@ def work(rank: int, size: int, checks: list[str], rendezvous: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=TIMEOUT)
     try:
         for name in checks:
-            found = globals()[f"check_{name}"](rank, size)
+            result = globals()[f"check_{name}"](rank, size)
             if rank == 0:
-                sys.stdout.write(json.dumps({name: found}) + "\n")
+                sys.stdout.write(json.dumps({name: result}) + "\n")
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()

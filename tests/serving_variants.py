@@ -50,12 +50,12 @@ def batches(sample: Any, windows: bool) -> Iterator[Any]:
 
 def variants(operation: str, sample: Any, windows: bool) -> dict[str, int]:
     """The number of compiled variants of each kernel."""
-    found: dict[str, set[Any]] = {}
+    keys_of: dict[str, set[Any]] = {}
     for batch in batches(sample, windows):
         for launch in compiling.record(batch.call(operation, device_of("torch", "sm_90"))):
             key = repr((launch.num_warps, launch.num_stages, compiling.specialise(launch, False)))
-            found.setdefault(launch.name, set()).add(key)
-    return {name: len(keys) for name, keys in found.items()}
+            keys_of.setdefault(launch.name, set()).add(key)
+    return {name: len(keys) for name, keys in keys_of.items()}
 
 
 if __name__ == "__main__":

@@ -51,14 +51,14 @@ def explicit() -> None:
     whole = inputs()
     parts = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(whole, specs, strict=True)]
     expected = attention(*whole)
-    said, differences = [], []
+    messages, differences = [], []
     for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
         with context:
             for function in (attention, jax.jit(attention)):
                 try:
                     function(*parts)
                 except Unsupported as error:
-                    said.append(str(error))
+                    messages.append(str(error))
     with jax.set_mesh(mesh):
         within = jax.sharding.auto_axes(attention, out_sharding=(heads, heads))
         mapped = jax.shard_map(attention, in_specs=specs, out_specs=(heads, heads), check_vma=False)
@@ -67,7 +67,7 @@ def explicit() -> None:
             differences += [float(np.nanmax(np.abs(np.subtract(*pair)[np.isfinite(pair[1])]))) for pair in pairs]
         replicated = [jax.device_put(array, NamedSharding(mesh, PartitionSpec())) for array in whole]
         np.testing.assert_array_equal(jax.jit(attention)(*replicated)[0], expected[0])
-    sys.stdout.write(json.dumps({"said": said, "difference": max(differences)}) + "\n")
+    sys.stdout.write(json.dumps({"said": messages, "difference": max(differences)}) + "\n")
 
 
 def main(how: str) -> None:

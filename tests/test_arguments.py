@@ -110,12 +110,12 @@ def test_arrays_in_place_of_words_and_numbers_are_refused_by_name(operation: str
 def test_parts_that_are_stacked_have_one_dtype_and_shape(front: Any) -> None:
     array = torch.tensor if front is rt else jnp.asarray
     outs, lses = [array(np.ones((3, 4, 16), np.float32))] * 2, [array(np.ones((3, 4), np.float32))] * 2
-    for other, said in (
+    for other, message in (
         (array(np.ones((3, 4, 16), np.float16)), r"expected outs\[1\].dtype to be float32, got float16"),
         (np.ones((3, 4, 16)), r"expected outs\[1\]"),
         (array(np.ones((3, 4, 8), np.float32)), r"expected outs\[1\].shape to be \[T, H, D_v\] = \[3, 4, 16\]"),
     ):
-        with pytest.raises(Refused, match=said):
+        with pytest.raises(Refused, match=message):
             front.merge_attention_states([outs[0], other], lses)
 
 
@@ -367,11 +367,11 @@ def test_a_gradient_that_a_write_would_lose_is_refused(operation: str, index: in
         def write(arguments: dict[str, Any] = arguments) -> Any:
             return getattr(rt, operation)(**arguments, backend="eager")
 
-        said = rf"{operation} has no gradient: .*; detach {name}, or write it under torch.no_grad\(\)"
+        message = rf"{operation} has no gradient: .*; detach {name}, or write it under torch.no_grad\(\)"
         if grad:
-            with pytest.raises(RuntimeError, match=said):
+            with pytest.raises(RuntimeError, match=message):
                 write()
-            with pytest.raises(Exception, match=said):
+            with pytest.raises(Exception, match=message):
                 torch.compile(write, backend="eager", fullgraph=True)()
             for other, value in before.items():
                 assert not isinstance(value, torch.Tensor) or torch.equal(arguments[other], value)
@@ -480,11 +480,11 @@ def test_written_tensors_that_share_bytes_are_refused(first: str, second: str, c
     if not isinstance(pages, torch.Tensor):  # the scales need as many pages as the cache
         scales = {name: value[: len(pages[0])] for name, value in scales.items()}
     caches = {**scales, **caches, "kv_pages": pages}
-    said = rf"expected {re.escape(first)} and {re.escape(second)} without overlapping memory, got tensors that share"
-    with pytest.raises(ra.InvalidInput, match=said):
+    message = rf"expected {re.escape(first)} and {re.escape(second)} without overlapping memory, got tensors that share"
+    with pytest.raises(ra.InvalidInput, match=message):
         rt.write_kv_pages(rows, rows, slot_mapping=torch.arange(3), **caches)
     tables = torch.tensor([3]).int(), torch.tensor([[0]]).int(), torch.tensor([0, 3]).int()
-    with pytest.raises(ra.InvalidInput, match=said):
+    with pytest.raises(ra.InvalidInput, match=message):
         rt.ragged_paged_attention(rows, caches.pop("kv_pages"), *tables, **caches, new_kv=(rows, rows))
     assert not ROWS.any()
 

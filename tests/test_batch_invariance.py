@@ -52,8 +52,8 @@ def test_writes_and_merges_are_not_asked() -> None:
 def test_explain_says_so() -> None:
     q, pages = torch.ones(1, 1, 16), torch.ones(1, 4, 2, 16)
     with ra.use_backend(batch_invariant=True):
-        said = ra.explain("ragged_paged_attention", q, pages, **tables())
-    assert "eager      does not promise the same bits" in said
+        explanation = ra.explain("ragged_paged_attention", q, pages, **tables())
+    assert "eager      does not promise the same bits" in explanation
 
 
 def test_files_and_variables_ask_for_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

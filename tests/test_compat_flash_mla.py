@@ -264,8 +264,8 @@ def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypat
     monkeypatch.setattr(flash_mla_matrix, "emulation", lambda options: contextlib.nullcontext())
     arguments = ["--device", "cpu", "--list", "e0", "--covering", "--backend"]
     assert flash_mla_matrix.main([*arguments, "cuda"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"declined \d+: cuda: takes d_v 512, got 64", said)
+    output = capsys.readouterr().out
+    assert re.search(r"declined \d+: cuda: takes d_v 512, got 64", output)
     assert flash_mla_matrix.main([*arguments, "eager"]) == 1
     monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
     assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # no case is accepted

@@ -280,13 +280,15 @@ NAMES = {
 @pytest.mark.parametrize("name", NAMES)
 def test_signatures_are_tpu_inferences(name):
     """The signatures are those of tpu-inference 0.32, with one more keyword, `backend`."""
-    said, starred = [], False
+    signature, starred = [], False
     for parameter in inspect.signature(getattr(tpu_inference, name)).parameters.values():
         if parameter.kind == inspect.Parameter.KEYWORD_ONLY and not starred:
-            said, starred = [*said, "*"], True
+            signature, starred = [*signature, "*"], True
         default = getattr(parameter.default, "__name__", parameter.default)
-        said.append(parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={default}")
-    assert said == NAMES[name].split()
+        signature.append(
+            parameter.name if parameter.default is inspect.Parameter.empty else f"{parameter.name}={default}"
+        )
+    assert signature == NAMES[name].split()
     assert set(NAMES) == set(tpu_inference.__all__)
 
 

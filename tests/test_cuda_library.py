@@ -43,16 +43,16 @@ def test_no_device_is_a_code_too(kernels):
 
 def test_the_kernels_export_their_abi_alone(kernels):
     names = set(re.findall(r"(\w+)\(", re.sub(r"//.*", "", HEADER))) - {"__attribute__", "visibility"}
-    said = subprocess.run(["nm", "-D", "--defined-only", kernels._name], capture_output=True, text=True, check=True)
-    exported = {line.split()[-1] for line in said.stdout.splitlines() if line.split()[1] == "T"}
+    listing = subprocess.run(["nm", "-D", "--defined-only", kernels._name], capture_output=True, text=True, check=True)
+    exported = {line.split()[-1] for line in listing.stdout.splitlines() if line.split()[1] == "T"}
     assert exported == {name for name in names if name.startswith("ra_")}
 
 
 def test_the_kernels_depend_on_no_cuda_library(kernels):
-    said = subprocess.run(["readelf", "-d", kernels._name], capture_output=True, text=True, check=True).stdout
-    needed = re.findall(r"NEEDED.*\[(.*)\]", said)
+    listing = subprocess.run(["readelf", "-d", kernels._name], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.*)\]", listing)
     assert all(name.startswith(("libstdc++", "libgcc_s", "libm.", "libc.", "ld-linux")) for name in needed), needed
-    assert f"[{Path(kernels._name).name}]" in re.sub(r"\s+", " ", said)
+    assert f"[{Path(kernels._name).name}]" in re.sub(r"\s+", " ", listing)
 
 
 def test_the_emulation_has_the_same_functions(kernels):

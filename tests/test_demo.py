@@ -301,9 +301,9 @@ def test_the_triton_kernels_run_in_the_interpreter_without_being_asked_to(framew
     pytest.importorskip(framework)
     pytest.importorskip("triton")
     arguments = ["--framework", framework, "--backend", "triton", "--device", "cpu", "--max-new-tokens", "2"]
-    said = printed("-m", "tests.programs.short_demo", "--model", kind, *arguments)
-    assert "4 of 4 tokens equal" in said
-    assert re.search(r"^ +0 +16 +0 .* triton$", said, re.MULTILINE)
+    output = printed("-m", "tests.programs.short_demo", "--model", kind, *arguments)
+    assert "4 of 4 tokens equal" in output
+    assert re.search(r"^ +0 +16 +0 .* triton$", output, re.MULTILINE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

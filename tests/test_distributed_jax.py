@@ -50,11 +50,11 @@ def test_a_ring_exchanges_keys_and_nothing_else() -> None:
 
     In training it also sends their gradients.
     """
-    said = devices("varlen")["varlen"]
-    assert said["forward over 4"] == said["forward over 3"] == {"collective-permute": 4}
-    assert said["forward over 2"] == {"collective-permute": 2}
-    assert said["forward over 1"] == said["training over 1"] == {}
-    assert all(each.keys() <= {"collective-permute"} for each in said.values())
+    exchanges = devices("varlen")["varlen"]
+    assert exchanges["forward over 4"] == exchanges["forward over 3"] == {"collective-permute": 4}
+    assert exchanges["forward over 2"] == {"collective-permute": 2}
+    assert exchanges["forward over 1"] == exchanges["training over 1"] == {}
+    assert all(each.keys() <= {"collective-permute"} for each in exchanges.values())
 
 
 def test_a_devices_memory_falls_as_devices_grow() -> None:

@@ -116,9 +116,9 @@ def test_a_rank_that_dies_ends_the_others() -> None:
     done = apart("-m", "tests.ranks", "3", "death")
     assert done.returncode == 3, done.stdout + done.stderr  # the exit status of the rank that died
     assert time.monotonic() - began < 60
-    said = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {each["rank"] for each in said} == {0, 1}
-    assert all(re.search("(?i)connection|timed out", each["said"]) for each in said)
+    reports = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {each["rank"] for each in reports} == {0, 1}
+    assert all(re.search("(?i)connection|timed out", each["said"]) for each in reports)
 
 
 def test_a_rank_that_hangs_is_given_up() -> None:

@@ -215,7 +215,7 @@ def test_a_constant_bias_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> No
         return run(call, *others)
 
     monkeypatch.setattr(module, "run", watched)
-    options = {"backend": "xla", "sm_scale": 0.37}  # which no other test has, so that it is traced anew
+    options = {"backend": "xla", "sm_scale": 0.37}  # an option that no other test uses, so that the call is traced anew
     for numbers in ((0, 1, 2), (0, 4)):
         jax.jit(jax.grad(lambda *given: attend(*given, **options), numbers))(*biased())
     assert asked == [False, True]

@@ -329,8 +329,8 @@ def test_slopes_have_no_gradient(of_queries: bool) -> None:
     """Slopes that require a gradient are refused; otherwise torch would silently give them the gradient None."""
     tensors = {name: tensor.detach().requires_grad_(of_queries) for name, tensor in packed().items()}
     slopes = normal(4, seed=5)
-    said = "varlen_attention has no gradient with respect to alibi_slopes: expected alibi_slopes without one"
-    with pytest.raises(RuntimeError, match=said):
+    message = "varlen_attention has no gradient with respect to alibi_slopes: expected alibi_slopes without one"
+    with pytest.raises(RuntimeError, match=message):
         attend(tensors, alibi_slopes=slopes)
     with torch.no_grad():
         attend(tensors, alibi_slopes=slopes)

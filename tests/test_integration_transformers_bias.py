@@ -88,9 +88,9 @@ def logits(model: Any, name: str, shown: Any = None, **arguments: Any) -> Any:
 
 
 def assert_none_dense() -> None:
-    said = ragged.explain()
-    assert "dense" not in said, said
-    assert "varlen_attention" in said
+    explanation = ragged.explain()
+    assert "dense" not in explanation, explanation
+    assert "varlen_attention" in explanation
 
 
 # ---- models
@@ -129,9 +129,9 @@ def test_generation_has_the_tokens_of_eager(kind: str, cache: str | None) -> Non
 
     expected = generated("eager")
     assert torch.equal(generated(ragged.NAME), expected)
-    said = ragged.explain()
-    assert "ragged_paged_attention" in said
-    assert "dense" not in said
+    explanation = ragged.explain()
+    assert "ragged_paged_attention" in explanation
+    assert "dense" not in explanation
 
 
 @pytest.mark.parametrize("kind", QUERIES)
@@ -308,9 +308,9 @@ def judged(q_len: int, kv_len: int, given: Any, mask: Any = None, reason: str = 
     weights = (query @ key.repeat_interleave(2, 1).mT) / 4 + given + shown
     expected = (weights.softmax(-1) @ value.repeat_interleave(2, 1)).transpose(1, 2)
     assert_close(found, expected)
-    said = ragged.explain()
-    assert ("dense" in said) is bool(reason), said
-    assert reason in said
+    explanation = ragged.explain()
+    assert ("dense" in explanation) is bool(reason), explanation
+    assert reason in explanation
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -86,10 +86,10 @@ def test_generated_tokens_are_those_of_eager(model: Any, kind: str, options: dic
     assert torch.equal(found.sequences, expected.sequences)
     for ours, theirs in zip(found.logits, expected.logits, strict=True):
         expect_close(ours, theirs)
-    said = ragged.explain()
-    assert "mla_decode" in said
-    assert "sparse_mla_prefill" in said
-    assert "dense" not in said
+    explanation = ragged.explain()
+    assert "mla_decode" in explanation
+    assert "sparse_mla_prefill" in explanation
+    assert "dense" not in explanation
 
 
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
@@ -122,10 +122,10 @@ def test_losses_and_gradients_are_those_of_eager(model: Any, kind: str) -> None:
     shown = padding(kind)
     batch = {"input_ids": tokens(), "attention_mask": shown, "labels": tokens().masked_fill(shown == 0, -100)}
     expect_alike(trained(model, ragged.NAME, **batch), trained(model, "eager", **batch))
-    said = ragged.explain()
-    assert "sparse_mla_prefill" in said
-    assert "dense" not in said
-    assert "mla_decode" not in said
+    explanation = ragged.explain()
+    assert "sparse_mla_prefill" in explanation
+    assert "dense" not in explanation
+    assert "mla_decode" not in explanation
 
 
 def test_long_prompts_are_attended_to_in_parts(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,9 +145,9 @@ def test_tokens_are_those_of_eager_and_sdpa(family: str, cache: str | None, list
         expected, theirs = answers(model, name, ids)
         assert torch.equal(found, expected)
         assert_close(scores, theirs)
-    said = ragged.explain()
-    assert INDEXERS[family] in said
-    assert "dense" not in said
+    explanation = ragged.explain()
+    assert INDEXERS[family] in explanation
+    assert "dense" not in explanation
     for operation, times in (("varlen_attention", 1), ("ragged_paged_attention", NEW - 1)):
         shares = [share for name, share in lists if name == operation and share is not None]
         assert len(shares) == 2 * times  # there are two sparse layers
