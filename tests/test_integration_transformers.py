@@ -1,4 +1,4 @@
-"""transformers on our operations: the tokens, losses and gradients of its own eager attention, in every mode."""
+"""transformers on our operations has the tokens, losses and gradients of its eager attention, in every mode."""
 
 import copy
 import importlib.metadata
@@ -24,12 +24,12 @@ from ragged_attention.torch import indexer_topk  # noqa: E402
 from tests.with_transformers import assert_close, padding  # noqa: E402
 from tests.with_transformers import registered as registered  # noqa: E402
 
-# Warnings of transformers about itself.
+# Ignore warnings of transformers about itself.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("registered")]
 LATENT = ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
 SPARSE = LATENT[1:]
 PLAIN = tuple(family for family in FAMILIES if family not in LATENT)
-NEW = 10  # tokens
+NEW = 10  # the number of generated tokens
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def models() -> dict[str, Any]:
 
 @pytest.fixture
 def model(request: pytest.FixtureRequest, models: dict[str, Any]) -> Any:
-    """One tiny model per family, as good as new."""
+    """The tiny model of a family, reset to eager attention, no gradients and evaluation mode."""
     family = request.param
     if family not in models:
         models[family] = tiny_model(family)
@@ -111,7 +111,7 @@ def test_a_compiled_forward_generates_the_same(model: Any) -> None:
 
 
 def test_a_cache_is_read_where_it_lies() -> None:
-    """What lies between the heads and behind the last key of a cache of fixed size may be anything."""
+    """A static cache is used in place, and its contents between the heads and after the last key do not matter."""
     room = torch.full((2, 3, 20, 8), torch.nan)
     room[:, :, :11] = torch.randn(2, 3, 11, 8)
     shown = torch.ones(2, 11, dtype=torch.bool)
@@ -126,7 +126,10 @@ def test_a_cache_is_read_where_it_lies() -> None:
 
 
 def test_keys_and_values_that_lie_otherwise_become_pages_too() -> None:
-    """As a layer has them that made its values from latents: [B, L, K, D_v] seen as [B, K, L, D_v]."""
+    """Values that are a [B, K, L, D_v] view of [B, L, K, D_v] become pages too.
+
+    Layers that compute values from latents have this layout.
+    """
     key, value = torch.randn(2, 3, 11, 8), torch.randn(2, 11, 3, 5).transpose(1, 2)
     shown = torch.ones(2, 11, dtype=torch.bool)
     shown[1, :4] = False
@@ -138,7 +141,7 @@ def test_keys_and_values_that_lie_otherwise_become_pages_too() -> None:
 
 
 def test_one_key_a_row_lies_anyhow() -> None:
-    """Where a key is all that a row has, how far the next one would be is anyone's guess."""
+    """Rows of one key become pages whatever their strides, because no second key exists."""
     key, value = torch.randn(3, 1, 2, 8).transpose(1, 2), torch.randn(3, 2, 1, 8)
     shown = torch.tensor([[True], [False], [True]])
     k_pages, v_pages, kv_lens, table = _layout.pages_of(key, value, shown)
@@ -159,7 +162,7 @@ def test_padding_is_sorted_once_for_all_layers(model: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "argsort", counted)
     generated(model, ragged.NAME, padding("left"))
     masks = [each for each in sorted_ if each.dtype == torch.bool]
-    assert len(masks) == NEW  # one for each forward pass, of which each has two layers
+    assert len(masks) == NEW  # one for each forward pass, shared by its two layers
 
 
 def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only() -> None:
@@ -167,7 +170,7 @@ def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only
     assert _layout.shown_first(shown)[1].tolist() == [1]
     shown[:] = True
     assert _layout.shown_first(shown)[1].tolist() == [2]
-    before = set(_masks._results.keys())  # those that a compiler holds, for one
+    before = set(_masks._results.keys())  # other objects, such as a compiler's caches, may hold some
     ours = _masks.mask(1, 1, 2, 1, attention_mask=torch.tensor([[0, 1]]))
     pattern = _masks.pattern_of(ours)
     assert pattern is not None
@@ -194,7 +197,10 @@ def batched(model: Any, prompts: list[list[int]], **options: Any) -> list[list[i
 
 @each(PLAIN)
 def test_continuous_batching_has_the_tokens_of_eager(model: Any) -> None:
-    """Prompts longer than a step, several at a time, two that begin alike."""
+    """Continuous batching generates the tokens of eager attention.
+
+    Several prompts run at a time. One is longer than a step, and two begin alike.
+    """
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 7, 30, 5)]
     prompts.append([*prompts[3][:20], 7, 8])
     expected = [
@@ -205,7 +211,7 @@ def test_continuous_batching_has_the_tokens_of_eager(model: Any) -> None:
     model.set_attn_implementation(ragged.PAGED_NAME)
     assert batched(model, prompts) == expected
     assert model.config._attn_implementation == ragged.PAGED_NAME
-    if model.config.model_type != "mistral":  # all of whose layers have a window
+    if model.config.model_type != "mistral":  # all layers of mistral have a window
         assert "ragged_paged_attention" in ragged.explain()
 
 
@@ -235,7 +241,7 @@ def assert_alike(found: tuple[float, Any], expected: tuple[float, Any]) -> None:
 def test_training_with_padding(model: Any, kind: str) -> None:
     shown = padding(kind)
     labels = tokens().masked_fill(shown == 0, -100)
-    labels[:, 1:][shown[:, :-1] == 0] = -100  # what padding would foretell
+    labels[:, 1:][shown[:, :-1] == 0] = -100  # the labels that padding would predict
     batch = {"input_ids": tokens(), "attention_mask": shown, "labels": labels}
     assert_alike(trained(model, ragged.NAME, **batch), trained(model, "eager", **batch))
 
@@ -246,7 +252,10 @@ SEQUENCES = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 2, 
 @pytest.mark.parametrize("told_by", ["lengths", "positions"])
 @each((*PLAIN, "deepseek_v3"))
 def test_packed_sequences_do_not_see_each_other(model: Any, told_by: str) -> None:
-    """Against the sequences one by one: transformers' eager attention of gpt_oss lets packed ones see each other."""
+    """Packed sequences have the loss and gradients of the separate sequences.
+
+    transformers' eager attention is not the reference here: in gpt_oss it lets packed sequences see each other.
+    """
     collated = DataCollatorWithFlattening(return_flash_attn_kwargs=told_by == "lengths")
     packed = dict(collated([{"input_ids": each, "labels": each} for each in SEQUENCES]))
     model.train()
@@ -275,7 +284,7 @@ def test_absorbed_latent_attention(model: Any) -> None:
     shown = padding("left")
     absorbed = copy.deepcopy(model)
     assert ragged.absorb_mla(absorbed) is absorbed
-    assert ragged.absorb_mla(absorbed) is absorbed  # again is nothing
+    assert ragged.absorb_mla(absorbed) is absorbed  # a second call changes nothing
     assert absorbed.state_dict().keys() == model.state_dict().keys()
     for cache in (None, "static"):
         expected = generated(model, "eager", shown, cache_implementation=cache)
@@ -287,13 +296,13 @@ def test_absorbed_latent_attention(model: Any) -> None:
     assert_alike(trained(absorbed, ragged.NAME, **batch), trained(model, "eager", **batch))
     packed = dict(DataCollatorWithFlattening()([{"input_ids": each, "labels": each} for each in SEQUENCES]))
     assert_alike(trained(absorbed, ragged.NAME, **packed), trained(model, "eager", **packed))
-    said = ragged.explain()
-    assert "sparse_mla_prefill" in said
-    assert ("ragged_mla_attention" in said) == (model.config.model_type == "deepseek_v3")
+    explanation = ragged.explain()
+    assert "sparse_mla_prefill" in explanation
+    assert ("ragged_mla_attention" in explanation) == (model.config.model_type == "deepseek_v3")
 
 
 def chosen(model: Any, name: str, shown: Any, cache: str | None = None) -> tuple[Any, list[list[set[int]]]]:
-    """Generated tokens, and of each call of an indexer the keys that each query chose among those it sees."""
+    """The generated tokens, and for each call of an indexer the visible keys that each query selected."""
     found: list[list[set[int]]] = []
 
     def keep(module: Any, arguments: Any, picked: Any) -> None:
@@ -324,13 +333,16 @@ def test_our_indexer_chooses_the_same_keys(model: Any, kind: str, cache: str | N
     assert torch.equal(found, expected)
     assert len(theirs) >= NEW
     assert ours == theirs
-    assert any(len(keys) == model.config.index_topk for keys in ours[-1])  # of more that are seen
+    assert any(len(keys) == model.config.index_topk for keys in ours[-1])  # some queries see more keys than they select
     assert "indexer_logits" in ragged.explain()
 
 
 @each(SPARSE)
 def test_the_fused_indexer_chooses_the_same_keys(model: Any) -> None:
-    """Of the same queries, keys and weights: `indexer_topk`, with the keys that each query sees as ranges."""
+    """`indexer_topk`, which gets the visible keys as ranges, selects the same keys as the model's indexer.
+
+    Both get equal queries, keys and weights.
+    """
     calls: list[tuple[Any, ...]] = []
     indexer = model.model.layers[0].self_attn.indexer
     hook = indexer.register_forward_hook(lambda module, arguments, picked: calls.append((*arguments[:4], picked)))
@@ -361,7 +373,7 @@ def test_indexers_with_heads_of_other_sizes_stay_as_they_are() -> None:
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @each(("deepseek_v3",))
 def test_absorbed_prompts_with_padding_anywhere(model: Any, kind: str) -> None:
-    """At once, and with what is behind the first tokens in a second pass over the cache."""
+    """Absorbed prompts with padding anywhere have eager's logits, in one pass or with the rest in a second pass."""
     shown, absorbed = padding(kind), ragged.absorb_mla(copy.deepcopy(model))
     expected = logits(model, "eager", shown)
     assert_close(logits(absorbed, ragged.NAME, shown), expected, shown)
@@ -387,7 +399,7 @@ def test_absorbed_prompts_compile_whole(model: Any, kind: str) -> None:
 @pytest.mark.parametrize("edges", [False, True], ids=["positions", "lengths"])
 @each(("deepseek_v3",))
 def test_absorbed_packed_sequences(model: Any, edges: bool) -> None:
-    """Each as if it stood by itself, and without lists of keys."""
+    """Absorbed packed sequences have the logits of the separate sequences, and need no lists of keys."""
     absorbed = ragged.absorb_mla(copy.deepcopy(model))
     packed = dict(DataCollatorWithFlattening(return_flash_attn_kwargs=edges)([{"input_ids": s} for s in SEQUENCES]))
     with torch.no_grad():
@@ -431,7 +443,7 @@ def test_a_model_without_latents_cannot_be_absorbed() -> None:
         ragged.absorb_mla(tiny_model("qwen3"))
 
 
-# ---- other models, and what is computed densely
+# ---- other models, and dense attention
 
 
 def ragged_attention(*arguments: Any, **named: Any) -> Any:
@@ -456,7 +468,7 @@ BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, 
 
 
 def other(kind: str) -> tuple[Any, dict[str, Any], str]:
-    """A model, what it is called with beside tokens, and what its attention becomes."""
+    """A model, its arguments besides tokens, and the operation that its attention becomes."""
     decoder = {"decoder_input_ids": tokens(seed=3)}
     if kind == "bert":
         return transformers.BertModel(transformers.BertConfig(**SMALL)), {}, "varlen_attention"
@@ -477,7 +489,7 @@ def test_encoders_cross_attention_and_other_masks(kind: str, padded: str) -> Non
     model, arguments, becomes = other(kind)
     shown = padding(padded)
     expected = logits(random(model), "eager", shown, **arguments)
-    judged = shown if kind in ("bert", "llama4") else None  # a decoder's queries are none of them padding
+    judged = shown if kind in ("bert", "llama4") else None  # no query of a decoder is padding
     assert_close(logits(model, ragged.NAME, shown, **arguments), expected, judged)
     assert becomes in ragged.explain()
     assert kind != "llama4" or "dense" not in ragged.explain()
@@ -501,13 +513,13 @@ def test_dropped_weights_are_dropped_densely() -> None:
     assert (loss, gradient.norm().item()) == pytest.approx(
         tuple(float(torch.as_tensor(x).norm()) for x in trained(model, "eager", input_ids=tokens(), labels=tokens())),
         rel=1e-5,
-    )  # all weights are dropped, so that nothing is left to chance
+    )  # all weights are dropped, so the result is not random
     assert "since it drops weights" in ragged.explain()
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_dense_attention_agrees_with_the_packed_one(packed: bool) -> None:
-    """Dropping weights with a chance of almost nothing takes the other way through the same masks."""
+    """Dense attention, which a tiny dropout probability selects, agrees with packed attention under equal masks."""
     module = torch.nn.Module()
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, 4, 9, 16, generator=generator), torch.randn(2, 2, 9, 16, generator=generator)
@@ -549,7 +561,7 @@ def test_layers_of_other_kinds_are_refused_in_continuous_batching() -> None:
                          cu_seq_lens_k={"linear_attention": edges})  # fmt: skip
 
 
-# ---- joining and leaving
+# ---- registration
 
 
 def test_unregistering_leaves_nothing() -> None:
@@ -563,7 +575,7 @@ def test_unregistering_leaves_nothing() -> None:
     assert all(module.is_flash_attention_requested is asked for module in (cache, continuous_api, initialization))
     with pytest.raises(ValueError, match='attn_implementation="ragged"` is not supported'):
         tiny_model("llama").set_attn_implementation(ragged.NAME)
-    ragged.unregister()  # again is nothing
+    ragged.unregister()  # a second call changes nothing
 
 
 def test_other_implementations_are_asked_about_as_before() -> None:
@@ -590,7 +602,7 @@ def test_without_transformers_the_extra_is_named(monkeypatch: pytest.MonkeyPatch
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    with pytest.raises(Unsupported, match=r"expected transformers to be installed: pip install 'ragged-attention\[tr"):
+    with pytest.raises(Unsupported, match=r"expected transformers to be installed: run pip install '\.\[transformers"):
         ragged.register()
 
 
