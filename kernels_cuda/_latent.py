@@ -67,7 +67,7 @@ class Tile:
             raise InvalidInput(f"expected num_splits from 1 to 256, got {self.num_splits!r}")
 
 
-# ---- which calls the kernels take
+# ---- accepted calls
 
 
 def cannot_run(call: Call) -> str | None:

@@ -1,4 +1,4 @@
-"""The compiled kernels that this process has loaded, and `Native`, by which a front end's launcher calls them.
+"""The compiled kernels that this process has loaded, and `Native`, through which a front end's launcher calls them.
 
 library()                    the kernels for a GPU, which can be loaded without one; `status` tells whether they run
 with emulating(): ...        calls on a CPU run `emulation()`, the same sources compiled for CPU threads
