@@ -244,11 +244,14 @@ def test_an_arrival_that_is_missing():
     [
         ("bar.sync 0;", "part of a warp executes an aligned barrier"),
         ("bar.arrive 1, 64;", "part of a warp executes an aligned barrier"),
-        ("elect.sync _|%p2, -1;", "threads 0x0000ffff of a warp execute what names 0xffffffff"),
+        ("elect.sync _|%p2, -1;", "threads 0x0000ffff of a warp execute an instruction for 0xffffffff"),
         ("setmaxnreg.inc.sync.aligned.u32 64;", "part of a warp executes an aligned instruction"),
         ("barrier.sync.aligned 0;", "part of a warp executes an aligned barrier"),
         ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r1}, [%r8];", "part of a warp executes an aligned instruction"),
-        ("shfl.sync.bfly.b32 %r1, %r9, 1, 31, -1;", "threads 0x0000ffff of a warp execute what names 0xffffffff"),
+        (
+            "shfl.sync.bfly.b32 %r1, %r9, 1, 31, -1;",
+            "threads 0x0000ffff of a warp execute an instruction for 0xffffffff",
+        ),
         ("vote.sync.any.pred %p2, %p1, -1;", "threads 0x0000ffff of a warp"),
         ("redux.sync.add.s32 %r1, %r9, -1;", "threads 0x0000ffff of a warp"),
         ("bar.warp.sync -1;", "threads 0x0000ffff of a warp"),
@@ -301,9 +304,9 @@ def test_registers_that_nobody_gave_back():
         OVER:
     """
     assert not run_text(kernel_text(body, [], 384), {}).reports
-    with pytest.raises(Fault, match="a CTA asks for 80896 registers by setmaxnreg, and has 64512"):
+    with pytest.raises(Fault, match="a CTA requests 80896 registers by setmaxnreg, and has 64512"):
         run_text(kernel_text(without(body, "give"), [], 384), {})
-    with pytest.raises(Fault, match="a CTA asks for 64512 registers by setmaxnreg, and has 61440"):
+    with pytest.raises(Fault, match="a CTA requests 64512 registers by setmaxnreg, and has 61440"):
         run_text(kernel_text(body, [], 384).replace(".reqntid 384", ".reqntid 384\n.maxnreg 160"), {})
 
 

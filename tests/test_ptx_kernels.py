@@ -1,4 +1,4 @@
-"""Triton kernels that use what ours do not, in the PTX emulator: tensor descriptors, specialised warps, locks.
+"""Triton kernels with features that ours do not use, in the PTX emulator: tensor descriptors, specialised warps, locks.
 
 They run in a separate process, in which Triton compiles. There this file is a script, which prints a line of JSON for
 each of `KERNELS` and each architecture.

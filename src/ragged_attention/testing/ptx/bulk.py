@@ -67,13 +67,13 @@ class Bulk(Queue[Store]):
         else:
             data = self._map_in_memory(lane, where, line)
         try:
-            found = TensorMap.unpack(data)
-            wrong = found.wrong()
+            tensor_map = TensorMap.unpack(data)
+            wrong = tensor_map.wrong()
         except Unknown as error:
             raise Unknown(f"line {line}: {error}") from error
         if wrong:
             raise self.lanes.fault(line, lane, f"an invalid tensor map: {wrong}")
-        return found
+        return tensor_map
 
     def _map_in_memory(self, lane: int, where: int, line: int) -> NDArray[np.uint8]:
         lanes, pieces = np.full(MAP // PIECE, lane), where + np.arange(0, MAP, PIECE)
@@ -116,7 +116,7 @@ class Bulk(Queue[Store]):
         """The index in `shared.bytes` of a lane's address, which must be aligned to `alignment`."""
         byte = _number(address, lane) - SHARED_BASE
         if byte % alignment:
-            text = f"shared byte {byte} is not aligned to {alignment}, as this copy asks for"
+            text = f"shared byte {byte} is not aligned to {alignment}, as this copy requires"
             raise self.lanes.fault(line, lane, text, Misaligned)
         return byte + int(self.lanes.cta[lane]) * self.shared.stride
 
@@ -133,15 +133,15 @@ class Bulk(Queue[Store]):
     ) -> None:
         """cp.async.bulk.tensor to shared memory. Elements outside the tensor become zero, or NaN."""
         for lane in self.lanes.active(mask).tolist():
-            found = self._map(lane, source, line)
-            address, inside, piece = found.tile(self._corner(found, corner, lane, line))
-            data = np.tile(found.filling(), (len(address), piece // found.width))
+            tensor_map = self._map(lane, source, line)
+            address, inside, piece = tensor_map.tile(self._corner(tensor_map, corner, lane, line))
+            data = np.tile(tensor_map.filling(), (len(address), piece // tensor_map.width))
             lanes = np.full(int(inside.sum()), lane)
             if lanes.size:
                 index = self.memory.reach(lanes, address[inside], piece, line, "copy of a tile")
                 data[inside] = self.memory.read(lanes, index, piece, line)
             begin = self._shared_place(lane, target, TILE_ALIGNMENT, line)
-            self._load(lane, self._inside(lane, found.places(begin, piece), piece, line), data, mbarrier, line)
+            self._load(lane, self._inside(lane, tensor_map.places(begin, piece), piece, line), data, mbarrier, line)
 
     def load(self, target: Place, source: Place, size: Any, mbarrier: Place, mask: Mask, line: int) -> None:
         """cp.async.bulk to shared memory."""
@@ -183,13 +183,13 @@ class Bulk(Queue[Store]):
         With `change`, cp.reduce.async.bulk.tensor: an atomic operation on each element.
         """
         for lane in self.lanes.active(mask).tolist():
-            found = self._map(lane, target, line)
-            address, inside, piece = found.tile(self._corner(found, corner, lane, line))
+            tensor_map = self._map(lane, target, line)
+            address, inside, piece = tensor_map.tile(self._corner(tensor_map, corner, lane, line))
             begin = self._shared_place(lane, source, TILE_ALIGNMENT, line)
-            places = self._inside(lane, found.places(begin, piece), piece, line)
+            places = self._inside(lane, tensor_map.places(begin, piece), piece, line)
             lanes = np.full(int(inside.sum()), lane)
             index = self.memory.reach(lanes, address[inside], piece, line, "copy of a tile") if lanes.size else lanes
-            self._store(lane, places, inside, index, line, (change, found.elemtype) if change else None)
+            self._store(lane, places, inside, index, line, (change, tensor_map.elemtype) if change else None)
 
     def store(self, target: Place, source: Place, size: Any, mask: Mask, line: int) -> None:
         """cp.async.bulk to global memory."""
@@ -263,9 +263,9 @@ class Bulk(Queue[Store]):
 
     # ---- operands
 
-    def _corner(self, found: TensorMap, corner: Sequence[Any], lane: int, line: int) -> list[int]:
-        if len(corner) != len(found.dims):
-            text = f"a tile at {len(corner)} coordinates of a tensor of {len(found.dims)} dimensions"
+    def _corner(self, tensor_map: TensorMap, corner: Sequence[Any], lane: int, line: int) -> list[int]:
+        if len(corner) != len(tensor_map.dims):
+            text = f"a tile at {len(corner)} coordinates of a tensor of {len(tensor_map.dims)} dimensions"
             raise self.lanes.fault(line, lane, text)
         return [int(self.lanes.spread(one)[lane]) for one in corner]
 

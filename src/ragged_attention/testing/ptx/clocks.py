@@ -123,7 +123,7 @@ def merge(mine: Abroad, others: Iterable[Abroad]) -> Abroad:
 
 
 def joined(mine: Knowledge, other: Knowledge) -> Knowledge:
-    """The union of what two know."""
+    """All that either of two knows: the later clock of each."""
     short, long = sorted((mine, other), key=lambda one: len(one.seen))
     width = len(short.seen)
     seen, fenced = long.seen.copy(), long.fenced.copy()

@@ -180,13 +180,13 @@ class Emulator:
 
     def forget(self, array: Any) -> None:
         """Mark the elements of an array as unwritten, and overwrite them with `NOBODY_WROTE`."""
-        found = Operand.of(array)
-        if found.size:
-            elements = np.zeros(found.size, bool)
-            found.mark(elements)
-            found.bytes()[elements] = NOBODY_WROTE
-            self._written[found.base] = self._written.get(found.base, True) & ~elements
-            weakref.finalize(found.owner, self._written.pop, found.base, None)
+        operand = Operand.of(array)
+        if operand.size:
+            elements = np.zeros(operand.size, bool)
+            operand.mark(elements)
+            operand.bytes()[elements] = NOBODY_WROTE
+            self._written[operand.base] = self._written.get(operand.base, True) & ~elements
+            weakref.finalize(operand.owner, self._written.pop, operand.base, None)
 
     def run(self, kernel: Any, grid: Grid, /, *arguments: Any, **named: Any) -> Outcome:
         """Run a kernel with arguments by position or name, and with Triton's options; see the function `run`."""
@@ -291,7 +291,7 @@ class Operand:
 
     @classmethod
     def of(cls, array: Any) -> "Operand":
-        """The operand of a torch tensor on the CPU, a NumPy array, either of which may be a view, or a descriptor."""
+        """The operand of a NumPy array, a torch tensor on the CPU (both may be views) or a tensor descriptor."""
         if _is_descriptor(array):
             array = array.base
         name = str(array.dtype).rpartition(".")[2]
@@ -343,7 +343,7 @@ class Tiles:
         if required["fp4_padded"] or required.get("is_im2col") or descriptor.round_f32_to_tf32:
             raise Unknown("a tensor descriptor of 4-bit elements, for convolutions or that rounds to tf32")
         width = required["elem_size"]
-        found = TensorMap(
+        tensor_map = TensorMap(
             address=0,
             dims=tuple(map(int, reversed(descriptor.shape))),
             strides=tuple(int(stride) * width for stride in reversed(descriptor.strides[:-1])),
@@ -352,7 +352,7 @@ class Tiles:
             swizzle=required["swizzle"],
             nan=descriptor.padding == "nan",
         )
-        return cls(descriptor.base, found)
+        return cls(descriptor.base, tensor_map)
 
     def within(self, addresses: Mapping[int, int]) -> NDArray[np.uint8]:
         """The map's bytes."""

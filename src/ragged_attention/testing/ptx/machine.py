@@ -74,7 +74,7 @@ def launch(
     reports before it as notes, and Unknown for PTX that the emulator does not know.
     """
     if threads % WARP or not threads:
-        raise Unknown(f"CTAs of {threads} threads, which are no whole warps")
+        raise Unknown(f"CTAs of {threads} threads, which are not whole warps")
     program, reporter = translate(kernel), Reporter(kernel.sources, kernel.instructions)
     rng = None if seed is None else np.random.default_rng(seed)
     x, y, z = (*map(int, grid), 1, 1)[:3]
@@ -303,18 +303,18 @@ def _reaching(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
     """
     comes_from: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):
-        ways = {number + 1} if block.ending != "branch" or block.guard else set()
-        ways |= {block.target} if block.ending == "branch" else set()
-        for way in ways if block.ending != "return" or block.guard else ():
-            comes_from.setdefault(way, []).append(number)
-    found, left = np.zeros(len(blocks) + 1, bool), [index]
+        targets = {number + 1} if block.ending != "branch" or block.guard else set()
+        targets |= {block.target} if block.ending == "branch" else set()
+        for target in targets if block.ending != "return" or block.guard else ():
+            comes_from.setdefault(target, []).append(number)
+    reaches, left = np.zeros(len(blocks) + 1, bool), [index]
     while left:
         for number in comes_from.get(left.pop(), ()):
-            if not found[number]:
-                found[number] = True
+            if not reaches[number]:
+                reaches[number] = True
                 left.append(number)
-    found[index] = False
-    return found
+    reaches[index] = False
+    return reaches
 
 
 def _needs_a_warp(block: Block) -> bool:
@@ -324,21 +324,21 @@ def _needs_a_warp(block: Block) -> bool:
 
 def image(kernel: Kernel, params: Mapping[str, Any]) -> NDArray[np.uint8]:
     """The bytes of a kernel's parameter space."""
-    found = np.zeros(max((kernel.offsets[name] + size_of(kind) for name, kind in kernel.params), default=0), np.uint8)
+    space = np.zeros(max((kernel.offsets[name] + size_of(kind) for name, kind in kernel.params), default=0), np.uint8)
     for name, kind in kernel.params:
         data = np.frombuffer(np.asarray(params[name]).tobytes(), np.uint8)[: size_of(kind)]
-        found[kernel.offsets[name] : kernel.offsets[name] + data.size] = data
-    return found
+        space[kernel.offsets[name] : kernel.offsets[name] + data.size] = data
+    return space
 
 
 def _storage(names: Names, lanes: Lanes, params: Mapping[str, Any]) -> dict[str, Any]:
     """Registers, constants, special registers and parameters, by their Python names."""
-    found: dict[str, Any] = {name: np.zeros(lanes.count, dtype) for name, dtype in names.registers.items()}
-    found |= {name: found[base].view(dtype) for name, (base, dtype) in names.views.items()}
-    found |= names.constants
-    found |= {name: lanes.specials[special] for name, special in names.specials.items()}
+    values: dict[str, Any] = {name: np.zeros(lanes.count, dtype) for name, dtype in names.registers.items()}
+    values |= {name: values[base].view(dtype) for name, (base, dtype) in names.views.items()}
+    values |= names.constants
+    values |= {name: lanes.specials[special] for name, special in names.specials.items()}
     for name, (parameter, offset, dtype) in names.params.items():
         size = int(dtype[1:])
         data = np.asarray(params[parameter]).tobytes()[offset : offset + size].ljust(size, b"\0")
-        found[name] = np.frombuffer(data, dtype)[0]
-    return found
+        values[name] = np.frombuffer(data, dtype)[0]
+    return values

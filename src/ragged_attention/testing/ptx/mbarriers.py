@@ -69,15 +69,15 @@ class Mbarriers:
 
     def find(self, place: int, lanes: Indices, line: int) -> Mbarrier:
         """The object at a place, which lanes of its CTA use."""
-        found = self.objects.get(place)
-        if found is None:
+        mbarrier = self.objects.get(place)
+        if mbarrier is None:
             raise self.lanes.fault(line, lanes[0], f"no mbarrier at shared byte {place % self.shared.stride}")
         warps = np.unique(self.lanes.warp[lanes])
-        if (early := self.clocks.seen[self.lanes.warp[lanes], found.maker] < found.made).any():
+        if (early := self.clocks.seen[self.lanes.warp[lanes], mbarrier.maker] < mbarrier.made).any():
             text = "uses an mbarrier that another warp initialised, no barrier between"
-            self.lanes.say(line, lanes[early][0], text, str(found))
-        found.used[warps % self.lanes.warps] = self.clocks.now[warps]
-        return found
+            self.lanes.say(line, lanes[early][0], text, str(mbarrier))
+        mbarrier.used[warps % self.lanes.warps] = self.clocks.now[warps]
+        return mbarrier
 
     def at(self, lane: int, address: Any, offset: int, line: int) -> Mbarrier:
         """The object that one lane names."""
@@ -111,40 +111,40 @@ class Mbarriers:
     def invalidate(self, address: Any, offset: int, mask: Mask, line: int) -> None:
         """mbarrier.inval: its memory may hold other data again."""
         for place, lanes in self.each(address, offset, mask, line):
-            found = self.find(place, lanes, line)
+            mbarrier = self.find(place, lanes, line)
             known = self.clocks.seen[self.lanes.warp[lanes[0]], : self.lanes.warps]
-            if (found.used > known).any():
+            if (mbarrier.used > known).any():
                 self.lanes.say(line, lanes[0], "invalidates an mbarrier that another warp uses, no barrier between")
-            if found.flight:
-                self.lanes.say(line, lanes[0], "invalidates an mbarrier that a copy in flight ends at", str(found))
-                self._land(found, lambda: False)
+            if mbarrier.flight:
+                self.lanes.say(line, lanes[0], "invalidates an mbarrier that a copy in flight ends at", str(mbarrier))
+                self._land(mbarrier, lambda: False)
             del self.objects[place]
             self.shared.opaque[self._cells(place)] = False
 
     # ---- phases
 
-    def _complete(self, found: Mbarrier) -> None:
+    def _complete(self, mbarrier: Mbarrier) -> None:
         """Go on to the next phase if this one lacks nothing."""
-        if found.pending == 0 and found.bytes == 0:
-            found.phase, found.pending = found.phase + 1, found.expected
-            found.done, found.coming = joined(found.done, found.coming), NOTHING
+        if mbarrier.pending == 0 and mbarrier.bytes == 0:
+            mbarrier.phase, mbarrier.pending = mbarrier.phase + 1, mbarrier.expected
+            mbarrier.done, mbarrier.coming = joined(mbarrier.done, mbarrier.coming), NOTHING
             self.lanes.changes += 1
 
-    def expect(self, found: Mbarrier, count: int, line: int, lane: int | None = None) -> None:
+    def expect(self, mbarrier: Mbarrier, count: int, line: int, lane: int | None = None) -> None:
         """Expect `count` more bytes in this phase, or fewer if `count` is negative."""
-        found.bytes += count
-        if abs(found.bytes) > LARGEST:
-            text = f"{found} has {found.bytes} bytes to come, more than it can count"
+        mbarrier.bytes += count
+        if abs(mbarrier.bytes) > LARGEST:
+            text = f"{mbarrier} has {mbarrier.bytes} bytes to come, more than it can count"
             raise self.lanes.fault(line, lane, text)
 
     def expect_bytes(self, address: Any, offset: int, count: Any, sign: int, mask: Mask, line: int) -> None:
         """mbarrier.expect_tx, and complete_tx with a negative sign."""
         counts = self.lanes.spread(count)
         for place, lanes in self.each(address, offset, mask, line):
-            found = self.find(place, lanes, line)
+            mbarrier = self.find(place, lanes, line)
             for lane in lanes.tolist():
-                self.expect(found, sign * int(counts[lane]), line, lane)
-            self._complete(found)
+                self.expect(mbarrier, sign * int(counts[lane]), line, lane)
+            self._complete(mbarrier)
 
     def arrive(
         self,
@@ -165,43 +165,43 @@ class Mbarriers:
         counts = self.lanes.spread(count)
         awaited = None if expected is None else self.lanes.spread(expected)
         for place, lanes in self.each(address, offset, mask, line):
-            found = self.find(place, lanes, line)
+            mbarrier = self.find(place, lanes, line)
             told = {warp: self.clocks.tell(warp) for warp in np.unique(self.lanes.warp[lanes]).tolist() if release}
             for lane in lanes.tolist():
                 if awaited is not None:
-                    self.expect(found, int(awaited[lane]), line, lane)
+                    self.expect(mbarrier, int(awaited[lane]), line, lane)
                 if state is not None:
-                    state[lane] = found.phase
+                    state[lane] = mbarrier.phase
                 if (warp := lane // WARP) in told:
-                    found.coming = joined(found.coming, told[warp])
-                self._count(found, int(counts[lane]), line, lane)
+                    mbarrier.coming = joined(mbarrier.coming, told[warp])
+                self._count(mbarrier, int(counts[lane]), line, lane)
 
-    def _count(self, found: Mbarrier, count: int, line: int, lane: int) -> None:
-        if not 1 <= count <= found.pending:
-            text = f"{count} arrive at {found}, which expects {found.pending} more in this phase"
+    def _count(self, mbarrier: Mbarrier, count: int, line: int, lane: int) -> None:
+        if not 1 <= count <= mbarrier.pending:
+            text = f"{count} arrive at {mbarrier}, which expects {mbarrier.pending} more in this phase"
             raise self.lanes.fault(line, lane, text)
-        found.pending -= count
-        self._complete(found)
+        mbarrier.pending -= count
+        self._complete(mbarrier)
 
     # ---- copies
 
-    def start(self, found: Mbarrier, land: Callable[[int], None], count: int, line: int) -> None:
+    def start(self, mbarrier: Mbarrier, land: Callable[[int], None], count: int, line: int) -> None:
         """Start a copy of `count` bytes. `land` delivers them, as a write by the agent at the clock it is given."""
 
         def come() -> None:
-            clock = self.clocks.tick(found.cta, found.agent)
+            clock = self.clocks.tick(mbarrier.cta, mbarrier.agent)
             land(clock)
-            seen = np.zeros(found.agent + 1, np.int64)
-            seen[found.agent] = clock
-            found.coming = joined(found.coming, Knowledge(seen, np.zeros_like(seen), {}))
-            self.expect(found, -count, line)
-            self._complete(found)
+            seen = np.zeros(mbarrier.agent + 1, np.int64)
+            seen[mbarrier.agent] = clock
+            mbarrier.coming = joined(mbarrier.coming, Knowledge(seen, np.zeros_like(seen), {}))
+            self.expect(mbarrier, -count, line)
+            self._complete(mbarrier)
 
-        found.flight.append((come, line))
+        mbarrier.flight.append((come, line))
 
     def arrive_later(
         self,
-        found: Mbarrier,
+        mbarrier: Mbarrier,
         land: Callable[[Indices], None],
         told: Knowledge,
         lanes: Indices,
@@ -213,41 +213,41 @@ class Mbarriers:
         If not `counted`, the phase expects these arrivals in addition. Lanes that the phase no longer needs arrive in
         the next phase.
         """
-        found.pending += 0 if counted else len(lanes)
+        mbarrier.pending += 0 if counted else len(lanes)
 
         def come(lanes: Indices = lanes) -> None:
-            first = lanes if found.bytes else lanes[: found.pending]
+            first = lanes if mbarrier.bytes else lanes[: mbarrier.pending]
             land(first)
-            found.coming = joined(found.coming, told)
+            mbarrier.coming = joined(mbarrier.coming, told)
             for lane in first.tolist():
-                self._count(found, 1, line, lane)
+                self._count(mbarrier, 1, line, lane)
             if (rest := lanes[len(first) :]).size:
-                found.flight.insert(0, (lambda: come(rest), None))
+                mbarrier.flight.insert(0, (lambda: come(rest), None))
 
-        found.flight.append((come, None))  # no line: the queue of the copies reports those that nobody waits for
+        mbarrier.flight.append((come, None))  # no line: the queue of the copies reports those that nobody waits for
 
     @staticmethod
-    def _land(found: Mbarrier, enough: Callable[[], bool]) -> None:
+    def _land(mbarrier: Mbarrier, enough: Callable[[], bool]) -> None:
         """Land copies, the oldest first, until there are enough."""
-        while found.flight and not enough():
-            found.flight.pop(0)[0]()
+        while mbarrier.flight and not enough():
+            mbarrier.flight.pop(0)[0]()
 
     def wait(self, out: Any, address: Any, offset: int, phase: Any, parity: bool, mask: Mask, line: int) -> None:
         """mbarrier.try_wait and test_wait: whether a phase, named by its parity or its state, is complete."""
         phases = self.lanes.spread(np.asarray(phase) & 1 if parity else phase)
         for place, lanes in self.each(address, offset, mask, line):
-            found = self.find(place, lanes, line)
+            mbarrier = self.find(place, lanes, line)
             for number in np.unique(phases[lanes]).tolist():
                 these = lanes[phases[lanes] == number]
 
-                def complete(found: Mbarrier = found, number: int = number) -> bool:
-                    return found.phase % 2 != number if parity else found.phase != number
+                def complete(mbarrier: Mbarrier = mbarrier, number: int = number) -> bool:
+                    return mbarrier.phase % 2 != number if parity else mbarrier.phase != number
 
-                self._land(found, complete)
+                self._land(mbarrier, complete)
                 out[these] = complete()
                 self.lanes.waits(these, not complete())
                 if complete():
-                    self.clocks.learn(np.unique(self.lanes.warp[these]), found.done)
+                    self.clocks.learn(np.unique(self.lanes.warp[these]), mbarrier.done)
 
     def open(self) -> str:
         """What mbarriers lack, for the message of a deadlock."""
@@ -261,7 +261,7 @@ class Mbarriers:
 
     def end(self) -> None:
         """Report the copies that nobody waited for when the kernel ends."""
-        for found in self.objects.values():
-            for line in (line for _, line in found.flight if line is not None):
+        for mbarrier in self.objects.values():
+            for line in (line for _, line in mbarrier.flight if line is not None):
                 text = "the kernel ends before this copy was waited for"
-                self.lanes.say(line, None, text, str(found), Hazard)
+                self.lanes.say(line, None, text, str(mbarrier), Hazard)

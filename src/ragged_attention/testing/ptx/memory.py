@@ -81,9 +81,9 @@ class Memory:
     def back(self) -> None:
         """Copy what kernels wrote to the buffers, and record which bytes hold data now."""
         for _, place, data, _, ready in self.buffers:
-            found = self.bytes[place : place + data.size]
-            if not np.array_equal(data, found):  # memory that was only read may be read-only
-                data[:] = found
+            current = self.bytes[place : place + data.size]
+            if not np.array_equal(data, current):  # memory that was only read may be read-only
+                data[:] = current
             if ready is not None:
                 ready[:] = self.ready[place : place + data.size]
 
@@ -281,24 +281,24 @@ class GlobalAccess:
         for shadow, how in shadows[:1] if looks else shadows:
             others = self.order.others(shadow, rows, size, lanes)
             self._say(line, lanes, rows, size, others, f"{verb} what another CTA of this launch {how}")
-        found, changed = in_turn(self.memory.bytes, rows, operation, kind, size, operands)
+        old, changed = in_turn(self.memory.bytes, rows, operation, kind, size, operands)
         self.lanes.changes += bool(changed.any())
         if not looks:
             self.memory.ready.reshape(-1, size)[rows] = True
             self.order.mark(self.memory.changer, rows, size, lanes)
-        return found, changed
+        return old, changed
 
     def fence(self, mask: Mask) -> None:
         """A fence that orders accesses of other CTAs too."""
         self.order.fence(self.lanes.active(mask))
 
-    def _poll(self, lanes: Indices, found: NDArray[Any], changed: NDArray[np.bool_], line: int) -> None:
+    def _poll(self, lanes: Indices, old: NDArray[Any], changed: NDArray[np.bool_], line: int) -> None:
         """Mark lanes that found the same as last time at this line, and changed nothing: they may be waiting."""
         before, known = self.polled.setdefault(
             line, (np.zeros(self.lanes.count, np.uint64), np.zeros(self.lanes.count, bool))
         )
-        self.lanes.waits(lanes, known[lanes] & (before[lanes] == found) & ~changed, sure=False)
-        before[lanes], known[lanes] = found, True
+        self.lanes.waits(lanes, known[lanes] & (before[lanes] == old) & ~changed, sure=False)
+        before[lanes], known[lanes] = old, True
 
 
 def in_turn(
@@ -309,18 +309,18 @@ def in_turn(
     Returns the bits that each operation found, and whether it changed them.
     """
     letter, function = {"s": "i", "f": "f"}.get(kind, "u"), ATOMIC[operation]
-    table, found = memory.view(f"{letter}{size}"), np.zeros(len(rows), f"{letter}{size}")
+    table, old = memory.view(f"{letter}{size}"), np.zeros(len(rows), f"{letter}{size}")
     changed = np.zeros(len(rows), bool)
     order = np.argsort(rows, kind="stable")
     begins = np.concatenate([[True], rows[order][1:] != rows[order][:-1]])
     position = np.arange(len(rows)) - np.maximum.accumulate(np.where(begins, np.arange(len(rows)), 0))
     for number in range(int(position.max()) + 1):
         now = order[position == number]
-        found[now] = table[rows[now]]
-        new = function(kind, found[now], *(operand[now] for operand in operands))
-        changed[now] = new != found[now]
+        old[now] = table[rows[now]]
+        new = function(kind, old[now], *(operand[now] for operand in operands))
+        changed[now] = new != old[now]
         table[rows[now]] = new
-    return found.view(f"u{size}"), changed
+    return old.view(f"u{size}"), changed
 
 
 def kind_of_loss(kept: NDArray[np.uint8], data: NDArray[np.uint8]) -> type[Race]:

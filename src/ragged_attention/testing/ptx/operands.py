@@ -206,21 +206,21 @@ class Statement:
 
     def need(self, *choices: str) -> str:
         """Remove and return the first modifier that is among `choices`. Refuse the instruction if there is none."""
-        found = self.take(*choices)
-        if found is None:
+        modifier = self.take(*choices)
+        if modifier is None:
             raise self.refused(f"none of .{', .'.join(choices)}")
-        return found
+        return modifier
 
     def flag(self, name: str) -> bool:
         return self.take(name) is not None
 
     def type(self) -> Type:
         """Remove the last modifier and return it as a type."""
-        found = type_of(self.modifiers[-1]) if self.modifiers else None
-        if found is None:
+        kind = type_of(self.modifiers[-1]) if self.modifiers else None
+        if kind is None:
             raise self.refused("no known type")
         self.modifiers.pop()
-        return found
+        return kind
 
     def expect(self, *counts: int) -> None:
         """Refuse the instruction unless its number of operands is among `counts`."""

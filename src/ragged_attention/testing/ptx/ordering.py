@@ -50,7 +50,7 @@ class Order:
         return (self.lanes.number[lanes] + 1)[:, None]
 
     def others(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> NDArray[np.bool_]:
-        """The bytes that another CTA touched and whose accesses are not ordered, as bools [lanes, size]."""
+        """Whether another CTA touched each byte, in no order with the lane's access: bools [lanes, size]."""
         touched = shadow.cta.reshape(-1, size)[rows]
         others = (touched != 0) & (touched != self.me(lanes))
         if self.released is not None and others.any():

@@ -189,23 +189,25 @@ def _shared(before: str, kernel_text: str) -> tuple[dict[str, int], int]:
 
 def _variables(text: str) -> dict[str, bytes]:
     """The contents of the module's initialised arrays."""
-    found = {}
+    contents = {}
     array = r"^\s*\.global\s+(?:\.align\s+\d+\s+)?\.[busf](\d+)\s+([\w$]+)\[\d+\]\s*=\s*\{([^}]*)\}\s*;"
     for bits, name, values in re.findall(array, text, re.MULTILINE):
         if re.fullmatch(r"[-\d\s,]*", values):  # integers; arrays of other values stay unknown
             numbers = map(int, values.split(","))
-            found[name] = b"".join(number.to_bytes(int(bits) // 8, "little", signed=number < 0) for number in numbers)
-    return found
+            contents[name] = b"".join(
+                number.to_bytes(int(bits) // 8, "little", signed=number < 0) for number in numbers
+            )
+    return contents
 
 
 def _param(text: str) -> tuple[str, str]:
     """The (name, type) of a parameter of the kernel."""
-    found = re.fullmatch(
+    match = re.fullmatch(
         r"\s*\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(?:\.ptr\b.*\s)?([\w$]+)\s*(\[\d+\])?\s*", text, re.S
     )
-    if not found:
+    if not match:
         raise Unknown(f"the parameter {text.strip()}")
-    return found[2], found[1] + (found[3] or "")
+    return match[2], match[1] + (match[3] or "")
 
 
 class _Body:
@@ -266,12 +268,12 @@ class _Sources:
     def at(self, directive: str) -> str | None:
         """The chain of lines from the kernel's own to the innermost, or None if the innermost is not known."""
         numbers = r"(\d+)\s+(\d+)\s+(\d+)"
-        found = re.match(rf"\.loc\s+{numbers}(?:.*\binlined_at\s+{numbers})?", directive)
-        if not found or found[1] not in self.files or int(found[2]) == 0:
+        match = re.match(rf"\.loc\s+{numbers}(?:.*\binlined_at\s+{numbers})?", directive)
+        if not match or match[1] not in self.files or int(match[2]) == 0:
             return None
-        place: Location | None = found.group(1, 2, 3)
-        if found[4]:
-            self.callers[place] = found.group(4, 5, 6)
+        place: Location | None = match.group(1, 2, 3)
+        if match[4]:
+            self.callers[place] = match.group(4, 5, 6)
         else:
             self.callers.pop(place, None)
         chain: list[Location] = []

@@ -87,13 +87,13 @@ class Library:
             elements, interleaving, swizzle, filling = map(int, codes[:4])
             if interleaving or any(step != 1 for step in steps[:rank]):
                 raise Unknown("a tensor map with steps between elements or with interleaving")
-            found = TensorMap(
+            tensor_map = TensorMap(
                 address, tuple(dims[:rank]), tuple(strides[: rank - 1]), tuple(box[:rank]),
                 ELEMENTS.get(elements, elements), swizzle, bool(filling),
             )  # fmt: skip
-            if found.wrong():
+            if tensor_map.wrong():
                 return INVALID_VALUE
-            data = found.pack()
+            data = tensor_map.pack()
             ctypes.memmove(target, data.tobytes(), data.size)
         except Exception as error:
             self._failed.append(error)

@@ -41,7 +41,7 @@ class Product(Operation):
 
     @property
     def key(self) -> tuple[int, int]:
-        """A key that products share which accumulate into the same registers."""
+        """A key that is equal for products that accumulate into the same registers."""
         return id(self.out[0]), self.group
 
 

@@ -90,7 +90,8 @@ class Warps:
         wrong = active & ((bits & 0xFFFFFFFF) != np.repeat(here, WARP))
         if wrong.any():
             at = int(np.flatnonzero(wrong)[0])
-            text = f"threads {here[at // WARP]:#010x} of a warp execute what names {int(bits[at]) & 0xFFFFFFFF:#010x}"
+            members = int(bits[at]) & 0xFFFFFFFF
+            text = f"threads {here[at // WARP]:#010x} of a warp execute an instruction for {members:#010x}"
             raise lanes.fault(line, at, text, Diverged)
         return active
 
@@ -128,7 +129,7 @@ class Warps:
                 total += (asked[0][-1][0] if asked[0] else self.registers) * len(asked) * WARP
             if total > (available := self.registers * self.lanes.threads):
                 line = max(line for one in self.reserved.values() for _, line in one)
-                text = f"a CTA asks for {total} registers by setmaxnreg, and has {available}"
+                text = f"a CTA requests {total} registers by setmaxnreg, and has {available}"
                 raise self.lanes.fault(line, cta * self.lanes.threads, text)
 
     def trap(self, mask: Mask, line: int) -> None:
