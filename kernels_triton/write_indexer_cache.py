@@ -11,12 +11,14 @@ import triton.language as tl
 
 from ragged_attention.calls import WriteIndexerCache
 from ragged_attention.kernels_triton._formats import encode_float8
-from ragged_attention.kernels_triton._sequences import VARYING
+from ragged_attention.kernels_triton._sequences import VARYING, PageTable, count_sequences
+from ragged_attention.kernels_triton._splits import Batch
 from ragged_attention.kernels_triton._tiles import cdiv, launchable, next_power_of_2
 from ragged_attention.kernels_triton.write_kv_pages import Tile as Tile
+from ragged_attention.kernels_triton.write_kv_pages import place_arguments, slots_from_tables
 from ragged_attention.kernels_triton.write_mla_cache import group_scales, store_bytes
 
-FEATURES = frozenset({"power_of_two"})
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "power_of_two"})
 
 
 def why_not(call: WriteIndexerCache) -> str | None:
@@ -48,13 +50,20 @@ def quantized_rows(k_ptr, token, token_stride, live, POWER_OF_TWO: tl.constexpr,
 
 @triton.jit(do_not_specialize=VARYING)
 def write_keys_kernel(
-    k_ptr, slots_ptr, given_cache_ptr, cache_ptr,
-    num_tokens, num_slots, slots_stride, k_stride, page_stride,
-    POWER_OF_TWO: tl.constexpr, PAGE_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
+    k_ptr, slots_ptr, page_indices_ptr, kv_lens_ptr, cu_q_lens_ptr, num_seqs_ptr, given_cache_ptr, cache_ptr,
+    num_tokens, num_slots, max_num_seqs, capacity, table_stride, search_steps, slots_stride, k_stride, page_stride,
+    HAS_SLOTS: tl.constexpr, HAS_NUM_SEQS: tl.constexpr, POWER_OF_TWO: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    D: tl.constexpr, D_PAD: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Write rows to their slots. A page has the codes of all its keys, followed by their scales."""
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
-    slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + token * slots_stride, mask=token < num_tokens, other=-1).to(tl.int64)
+    else:
+        num_seqs = count_sequences(num_seqs_ptr, max_num_seqs, HAS_NUM_SEQS)
+        batch = Batch(cu_q_lens_ptr, kv_lens_ptr, num_seqs, max_num_seqs, num_tokens, capacity)
+        table = PageTable(page_indices_ptr, table_stride, num_slots // PAGE_SIZE)
+        slot = slots_from_tables(token.to(tl.int32), batch, table, search_steps, PAGE_SIZE)
     live = (slot >= 0) & (slot < num_slots)
     slot = tl.where(live, slot, 0)
     code, scale = quantized_rows(k_ptr, token, k_stride, live, POWER_OF_TWO, D, D_PAD)
@@ -96,16 +105,20 @@ def arguments_of(k: Any, power_of_two: bool, tile: Tile, launch: Any) -> dict[st
 
 def run(call: WriteIndexerCache, tile: Tile, launch: Any) -> Any:
     """Enqueue the kernel; returns the cache."""
-    k, slots = launch.packed(call.k), call.slot_mapping
+    k = launch.packed(call.k)
+    places, numbers = place_arguments(call, launch)
     (written,) = launch(
         write_keys_kernel,
         (cdiv(k.shape[0], tile.block_t),),
-        (k, slots, call.cache),
+        (k, *places, call.cache),
         [],
-        inplace=(2,),
+        inplace=(6,),
         num_slots=call.num_slots,
-        slots_stride=launch.strides(slots)[0],
+        **numbers,
+        slots_stride=launch.strides(places[0])[0],
         page_stride=launch.strides(call.cache)[0],
+        HAS_SLOTS=call.slot_mapping is not None,
+        HAS_NUM_SEQS=call.num_seqs is not None,
         PAGE_SIZE=call.page_size,
         **arguments_of(k, call.power_of_two, tile, launch),
     )

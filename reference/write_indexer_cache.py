@@ -7,16 +7,29 @@ from numpy.typing import ArrayLike, NDArray
 
 from ragged_attention.reference._indexer import planes
 from ragged_attention.reference.quantize_indexer_keys import quantize_indexer_keys
+from ragged_attention.reference.write_kv_pages import slots_from_tables
 
-FEATURES = frozenset({"power_of_two"})
+FEATURES = frozenset({"slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "power_of_two"})
 
 
 def write_indexer_cache(
-    k: ArrayLike, cache: ArrayLike, slot_mapping: ArrayLike, power_of_two: bool = False
+    k: ArrayLike,
+    cache: ArrayLike,
+    slot_mapping: ArrayLike | None = None,
+    power_of_two: bool = False,
+    *,
+    page_indices: Any = None,
+    kv_lens: Any = None,
+    cu_q_lens: Any = None,
+    num_seqs: ArrayLike | None = None,
 ) -> NDArray[np.uint8]:
     """The new cache: rows `k` [T, D] at their slots in [0, P * G); of two tokens with one slot the later one wins."""
     cache = np.array(cache, order="C")
-    slots = np.asarray(slot_mapping)
+    if slot_mapping is None:
+        sizes = len(np.asarray(k)), *cache.shape[:2]
+        slots = slots_from_tables(page_indices, kv_lens, cu_q_lens, num_seqs, *sizes)
+    else:
+        slots = np.asarray(slot_mapping)
     valid = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
     page, offset = np.divmod(slots[valid], cache.shape[1])
     codes, factors = quantize_indexer_keys(np.asarray(k)[valid], power_of_two)

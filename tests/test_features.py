@@ -221,6 +221,7 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "write_indexer_cache": [
         {"k": floats(3, 16), "cache": np.zeros((2, 4, 1, 20), np.uint8), "slot_mapping": ints(4, -1, 1),
          "power_of_two": True},
+        TABLES | {"k": floats(5, 16), "cache": np.zeros((6, 4, 1, 20), np.uint8), "num_seqs": ints(1)},
     ],
     "page_indices_to_slots": [
         {"positions": ints([[3, 9], [-1, 5]], [[11, 12], [0, 7]]), "page_indices": TABLES["page_indices"],

@@ -547,6 +547,15 @@ INDEXER = [
                cache=raw(2, 3, 1, 16)),
     write_keys(InvalidInput, "expected cache to have page_size >= 1, got 0", cache=raw(2, 0, 1, 20)),
     write_keys(InvalidInput, "expected slot_mapping.shape to be [T] = [3], got [2]", slot_mapping=ints(0, 1)),
+    write_keys(InvalidInput, "expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got neither",
+               slot_mapping=None),
+    write_keys(InvalidInput, "expected slot_mapping, or page_indices with kv_lens and cu_q_lens, got kv_lens",
+               slot_mapping=None, kv_lens=ints(3, 8)),
+    write_keys(InvalidInput, "expected slot_mapping to be an array or (page_indices, kv_lens, cu_q_lens), got 2 values",
+               slot_mapping=(ints(0), ints(1))),
+    write_keys(InvalidInput, "expected num_seqs only with page_indices, got it with slot_mapping", num_seqs=ints(1)),
+    write_keys(InvalidInput, "expected cu_q_lens.shape to be [S+1] = [3], got [2]", **TABLES | {
+        "cu_q_lens": ints(0, 3)}),
 ]  # fmt: skip
 STATIC = [
     *PACKED,
@@ -1317,6 +1326,7 @@ VALUES = [
     blocks(InvalidInput, "expected kv_lens[0] between 0 and pages_per_seq * page_size = 8, got 9", kv_lens=ints(9, 8)),
     write_keys(InvalidInput, "expected slot_mapping[1] to be -1 or between 0 and 5, got 6",
                slot_mapping=ints(0, 6, -1)),
+    write_keys(InvalidInput, "expected cu_q_lens[2] <= num_tokens=3, got 4", **TABLES),
 ]  # fmt: skip
 
 

@@ -23,10 +23,11 @@ from ragged_attention.calls.fields import (
 from ragged_attention.calls.paged import (
     TABLES,
     PagesCall,
+    TableWrite,
     check_ragged_values,
-    check_slots,
     expect_packed_rows,
     live_sequences,
+    tables_for_slots,
 )
 from ragged_attention.calls.varlen import like_q
 from ragged_attention.errors import InvalidInput
@@ -383,19 +384,22 @@ class QuantizeIndexerKeys(Call):
 
 
 @record
-class WriteIndexerCache(PagesCall):
+class WriteIndexerCache(TableWrite):
     """The arguments of `write_indexer_cache`, whose docstring explains them."""
 
-    NUM_RESULTS: ClassVar[int | None] = 0
-    WRITES: ClassVar[bool] = True
     CACHE: ClassVar[str] = "cache"
 
     k: Any = field(ArrayKind("T D", FLOATS))
     cache: Any = field(ArrayKind("P G 1 D+4", ("uint8",), unit_stride=True, written=True))
-    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64")))
+    slot_mapping: Any = field(ArrayKind("T", ("int32", "int64")), default=None)
     power_of_two: bool = field(Flag(), default=False)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
+    cu_q_lens: Any = field(ArrayKind("S+1", INT32), default=None)
+    num_seqs: Any = field(Count(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
+        self._expect_slots_or_tables()
         expect_index_dim("k.shape[1]", self.head_dim)
         expect_array("cache", self.cache, "P G 1 D+4", ("uint8",), {"1": 1, "D+4": self.head_dim + SCALE_BYTES})
         expect_nonempty("cache", "page_size", self.page_size)
@@ -403,12 +407,17 @@ class WriteIndexerCache(PagesCall):
     def results(self) -> tuple[Result, ...]:
         return (Result(self.cache.shape, "uint8"),)
 
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return live_sequences(super().prepare(tables_for_slots(arguments), arrays))
+
     @property
     def head_dim(self) -> int:
         return self.k.shape[1]
 
+    @property
+    def num_tokens(self) -> int:
+        return self.k.shape[0]
+
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
         expect_packed_rows("cache", self.cache, strides)
-
-    def check_values(self) -> None:
-        check_slots(self.slot_mapping, self.num_slots)

@@ -257,9 +257,13 @@ class Indexer(FrontEnd[Array, Memory]):
         self,
         k: Array,
         cache: Array,
-        slot_mapping: Array,
+        slot_mapping: Array | tuple[Array, Array, Array] | None = None,
         power_of_two: bool = False,
         *,
+        page_indices: Array | None = None,
+        kv_lens: Array | None = None,
+        cu_q_lens: Array | None = None,
+        num_seqs: int | Array | None = None,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
@@ -269,7 +273,10 @@ class Indexer(FrontEnd[Array, Memory]):
             k: [T, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
             cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Each
                 page is contiguous; there may be gaps between pages. This is DeepGEMM's layout.
-            slot_mapping: i32 or i64 [T], as in `write_kv_pages`, but not a tuple.
+            slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`, slots or the tables of
+                the step, which `indexer_topk` takes too. The tables of this operation count keys, one for each row of k. A
+                cache with one key for `ratio` tokens therefore needs other tables, or slots: `kv_lens // ratio`, and
+                in `cu_q_lens` the sums of the new keys, `kv_lens // ratio - (kv_lens - q_lens) // ratio`.
             power_of_two: round scales up to a power of two.
             backend, options: as in `ragged_paged_attention`.
 
@@ -277,7 +284,11 @@ class Indexer(FrontEnd[Array, Memory]):
             The cache, as `write_kv_pages` returns the pages. k may be a view of the cache: it is read before the write.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under
+                `validate="full"`.
         """
-        arguments = dict(k=k, cache=cache, slot_mapping=slot_mapping, power_of_two=power_of_two)
+        arguments = dict(
+            k=k, cache=cache, slot_mapping=slot_mapping, power_of_two=power_of_two, page_indices=page_indices,
+            kv_lens=kv_lens, cu_q_lens=cu_q_lens, num_seqs=num_seqs,
+        )  # fmt: skip
         return self.write(WriteIndexerCache, arguments, backend, options)

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from ragged_attention.testing.indexer import table_writes
 from ragged_attention.testing.indexer.gradients import LogitsGradientBatch, LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import (
     QuantizeKeysBatch,
@@ -261,4 +262,7 @@ EXACT_CORNERS: dict[str, Callable[[], TopkBatch]] = {
 }
 SELECT_CORNERS: dict[str, Callable[[], SelectBatch]] = {name: spec.build for name, spec in SELECT.items()}
 QUANTIZE_CORNERS: dict[str, Callable[[], QuantizeKeysBatch]] = {name: spec.build for name, spec in QUANTIZE.items()}
-WRITE_CORNERS: dict[str, Callable[[], WriteKeysBatch]] = {name: spec.build for name, spec in WRITE.items()}
+WRITE_CORNERS: dict[str, Callable[[], WriteKeysBatch]] = {
+    **{name: spec.build for name, spec in WRITE.items()},
+    **table_writes.CORNERS,
+}

@@ -38,8 +38,12 @@ class WriteKeysBatch(Arrays):
 
     k: NDArray[np.float32]
     cache: NDArray[np.uint8]
-    slot_mapping: NDArray[np.integer[Any]]
+    slot_mapping: NDArray[np.integer[Any]] | None = None
     power_of_two: bool = False
+    page_indices: NDArray[np.int32] | None = None
+    kv_lens: NDArray[np.int32] | None = None
+    cu_q_lens: NDArray[np.int32] | None = None
+    num_seqs: int | NDArray[np.int32] | None = None
 
     def layout_of(self, name: str) -> str:
         return "blocks" if name == "cache" else "rows"

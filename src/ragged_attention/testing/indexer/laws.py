@@ -14,6 +14,7 @@ from ragged_attention.testing.compare import identical
 from ragged_attention.testing.indexer.gradients import NAMES, LogitsGradientBatch, LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import SelectBatch
 from ragged_attention.testing.indexer.specs import BYTES, IndexerBatch, IndexerSpec, TopkBatch
+from ragged_attention.testing.indexer.table_writes import tables_are_slots
 from ragged_attention.testing.runner import Runner
 
 Law = Callable[[Runner, IndexerSpec], None]
@@ -219,4 +220,5 @@ LAWS: dict[str, Law] = {
     "a relative row is the same further to the left": rows_from_their_own_start,
     "a list of all blocks leaves everything": all_blocks_are_no_choice,
     "the same bits again": the_same_bits_again,
+    "keys are written to the slots that tables give": tables_are_slots,
 }
