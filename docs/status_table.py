@@ -1,9 +1,9 @@
-"""Write the rows for CPUs of docs/status.md from the record of a run of the tests, or compare them with one.
+"""Write the CPU rows of docs/status.md from the record of a test run, or compare them with it.
 
     python docs/status_table.py build/tests.json [--check]
 
-The record is what `make test` and `make test-all` leave behind. With --check the page stays as it is, and the exit
-status is 1 if it names an operation on a backend that did not run or failed, or leaves out one that ran.
+`make test` and `make test-all` write the record. With --check the page is not changed, and the exit status is 1 if the
+page names an operation on a backend that did not run or failed, or omits one that ran.
 """
 
 import argparse
@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def shown(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, int]]:
-    """How the tests ended that ran an operation on a backend of ours."""
+    """The outcomes of the tests, for each operation and backend that they ran."""
     return {
         (operation, backend): outcomes
         for operation, backends in record["operations"].items()
@@ -39,7 +39,7 @@ def shown(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, int]]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The rows in Markdown; each cell is the number of tests."""
+    """The rows in Markdown. Each cell is a number of tests."""
     ran, tests = shown(record), record["tests"]
     failed = tests.get("failed", 0)
     outcome = f"{tests['passed']} tests passed, {failed} failed"
@@ -63,7 +63,7 @@ def _cell(outcomes: Mapping[str, int] | None) -> str:
 
 
 def faults(page: str, record: Mapping[str, Any]) -> list[str]:
-    """In what a page differs from what a record shows, the numbers of tests aside."""
+    """The differences between a page and a record, apart from the numbers of tests."""
     ran = shown(record)
     failed = {pair for pair, outcomes in ran.items() if outcomes.get("failed") or not outcomes.get("passed")}
     named = set()

@@ -1,10 +1,10 @@
-"""Write the tables of docs/support.md and docs/sparse_attention.md, which backend runs which call, from `why_not`.
+"""Write the tables in docs/support.md and docs/sparse_attention.md, which show which backend runs which call.
 
     python docs/support_table.py
 
-A platform's backends are asked in its order. The tables list those that take a call; the first one runs it. The summary
-in docs/support.md names only the first one, with one row for all operations that have the same choices. Nothing is run,
-and no device is needed.
+The tables come from the backends' `why_not`, so nothing is run and no device is needed. Each cell lists the backends
+that take a call, in the platform's order; the first one runs it. The summary in docs/support.md names only the first
+one, with one row for all operations that have the same choices.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ PAGE, SPARSE = DOCS / "support.md", DOCS / "sparse_attention.md"
 MARKS = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
 SUMMARY = "<!-- summary: written by `make docs` -->\n", "<!-- end of summary -->\n"
 
-# Column: (framework, device) that is asked.
+# Column -> the (framework, device) pairs that it stands for.
 COLUMNS = {
     "NVIDIA Hopper and newer": (("torch", "sm_90"), ("torch", "sm_100"), ("torch", "sm_120")),
     "NVIDIA Ampere, Ada": (("torch", "sm_80"), ("torch", "sm_86"), ("torch", "sm_89")),
@@ -60,7 +60,7 @@ ODD_HEADS = [
 
 
 def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
-    """Rows for calls without quantisation; float16 by itself, for TPUs have none."""
+    """Rows for calls without quantisation. float16 has its own row, since TPUs do not support it."""
     kinds = {"f32, bf16": ("float32", "bfloat16"), "f16": ("float16",)}
     return {
         (operation, what): [dataclasses.replace(sample, dtype=dtype) for dtype in dtypes for sample in samples]
@@ -69,7 +69,7 @@ def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sa
 
 
 def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, str], list[Any]]:
-    """Rows for 8-bit caches; e4m3fnuz by itself, for `pallas` refuses it."""
+    """Rows for 8-bit caches. e4m3fnuz has its own row, since `pallas` declines it."""
     kinds = {"e4m3, e5m2, int8": ("float8_e4m3fn", "float8_e5m2", "int8"), "e4m3fnuz": ("float8_e4m3fnuz",)}
     field = "stored" if operation == "ragged_mla_attention" else "cache_dtype"
     return {
@@ -81,7 +81,7 @@ def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, s
 
 
 def of_scale_pages(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
-    """Rows for caches with scale pages; those with a scale for each token and head by themselves."""
+    """Rows for caches with scale pages. Formats with a scale per token and head have their own row."""
     kinds = {
         "a scale for each token and head of e4m3, e5m2, int8": (
             "e4m3_token_head",
@@ -96,7 +96,7 @@ def of_scale_pages(operation: str, *samples: Sample) -> dict[tuple[str, str], li
     }
 
 
-# Of the lightning indexer: the formats of its keys.
+# The formats of the lightning indexer's keys.
 KEYS = {
     "pages of bytes": [IndexerSample(dtype=dtype) for dtype in ("float8_e4m3fn", *FLOATS)],
     "e4m3 keys with scales, packed": [IndexerSample(packed=True)],
@@ -159,7 +159,7 @@ BLOCKS_ROWS = {
     ("top_k_blocks", "any"): [BlocksSample(top_k=top_k) for top_k in (1, 16, 4096)],
 }
 
-# Row: the calls that must all be taken.
+# Row -> the calls, all of which a backend must take to be listed.
 ROWS = {
     **of_floats("ragged_paged_attention", DECODE, WIDE),
     **of_eight_bits("ragged_paged_attention", "cache", DECODE, WIDE),
@@ -279,7 +279,7 @@ SPARSE_ROWS = [
 
 
 def takers(operation: str, samples: list[Sample], device: Device) -> list[str]:
-    """The backends that take every one of the calls, in the platform's order; fallbacks count as `portable`."""
+    """The backends that take all of the calls, in the platform's order. Fallbacks are called `portable`."""
     names = dispatch.candidates(operation, device, "auto")
     by_default = dispatch.by_default(operation, device, "auto")
     refusals = [dispatch.verdicts(sample.call(operation, device), names, by_default) for sample in samples]
@@ -293,18 +293,21 @@ def _device(framework: str, name: str) -> Device:
 
 
 def common(operation: str, samples: list[Sample], devices: tuple[tuple[str, str], ...]) -> list[str]:
-    """What all the devices of a column have in common, for torch and jax alike where both can be there."""
+    """The backends that all devices of a column have in common.
+
+    For GPUs both torch and jax count.
+    """
     answers = [takers(operation, samples, _device(*device)) for device in devices]
     if devices[0][1].startswith(("sm_", "gfx")):
         answers += [takers(operation, samples, _device("jax", name)) for _, name in devices]
     return [name for name in answers[0] if all(name in answer for answer in answers)]
 
 
-Answers = dict[tuple[str, str], list[list[str]]]  # of each row, the backends of each column
+Answers = dict[tuple[str, str], list[list[str]]]  # row -> for each column, its backends
 
 
 def answers() -> Answers:
-    """What the backends say to every call of the table."""
+    """The backends of every row and column."""
     return {
         (operation, what): [common(operation, samples, devices) for devices in COLUMNS.values()]
         for (operation, what), samples in ROWS.items()
@@ -312,7 +315,7 @@ def answers() -> Answers:
 
 
 def table(found: Answers) -> str:
-    """Every kind of call in Markdown, with all that take it."""
+    """A Markdown table of all kinds of calls, with all backends that take them."""
     lines = ["| operation | call | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
     for (operation, what), columns in found.items():
         cells = [", ".join(names) or "none" for names in columns]
@@ -321,7 +324,10 @@ def table(found: Answers) -> str:
 
 
 def short_table(found: Answers) -> str:
-    """What `"auto"` picks in Markdown, with the operations for which it does; each pick where the call decides."""
+    """A Markdown table of the backends that `"auto"` picks, with their operations.
+
+    A cell has all picks if the call decides.
+    """
     lines = ["| operations | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     pages: dict[str, list[str]] = {}
     for operation in dict.fromkeys(operation for operation, _ in found):
@@ -345,7 +351,7 @@ def with_table(text: str, written: str, begin: str, end: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The pages as they should be."""
+    """The current contents of the pages."""
     found = answers()
     return {
         PAGE: with_table(with_table(PAGE.read_text(), table(found), *MARKS), short_table(found), *SUMMARY),

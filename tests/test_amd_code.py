@@ -1,4 +1,4 @@
-"""What is read of AMD's machine code: a loop counted by hand, a kernel as compiled; and how its e4m3 is decoded."""
+"""Tests of the reader of AMD's machine code: a loop counted by hand, a compiled kernel, and the decoding of e4m3."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ from ragged_attention.kernels_triton._formats import decode, encode, number_form
 
 MI300X, MI355X = CHIPS["gfx942"], CHIPS["gfx950"]
 
-# Two nested loops, of which the inner one multiplies: it asks for the next keys first and for a page number, reads
-# these keys, multiplies, and stores what has come.
+# Two nested loops. The inner one multiplies: it requests the next keys and a page number, reads the present keys,
+# multiplies, and stores the keys that have arrived.
 CODE = """
 	.text
 kernel:                                 ; @kernel
@@ -95,19 +95,22 @@ def test_registers_of_both_files() -> None:
 def test_cycles_by_hand() -> None:
     got = gcn.busy(inner(), num_warps=8, chip=MI300X)  # two waves on each SIMD
     assert got == {"matrices": 2 * 32, "vectors": 2 * (16 + 4), "LDS": 8 * (2 * 2 + 64 * (16 + 4) / 128)}
-    got = gcn.busy(inner(), num_warps=4, chip=MI355X)  # exponentials twice as fast, and reads
+    got = gcn.busy(inner(), num_warps=4, chip=MI355X)  # exponentials and reads are twice as fast
     assert got == {"matrices": 32, "vectors": 8 + 4, "LDS": 4 * (2 * 2 + 64 * (16 / 256 + 4 / 128))}
-    assert gcn.copied(inner(), num_warps=4) == 4 * 64 * 16  # the word is a page number
+    assert gcn.copied(inner(), num_warps=4) == 4 * 64 * 16  # the 4-byte load is a page number and does not count
     shapes = ("32x32x8_bf16", "16x16x16_f16", "16x16x32_bf16", "16x16x4_f32", "32x32x2_f32", "4x4x4_16b_f16")
     assert [gcn.matrix_cycles(f"v_mfma_f32_{shape}") for shape in shapes] == [32, 16, 16, 32, 64, 8]
 
 
 def test_a_turn_by_hand() -> None:
-    """Of a wave alone: two loads, a read of 10 cycles for each of four waves, the product, then what waits for it."""
+    """The time of an iteration equals a count by hand.
+
+    One program runs two loads, a read of 10 cycles for each of four waves, the product, then what depends on it.
+    """
     read = 3 * ISSUE + 4 * 10 + LDS_LATENCY + ISSUE
     product = read + 32
     alone = gcn.turn(inner(), 4, MI300X, 0.0)
-    asked = ISSUE  # when the keys were
+    asked = ISSUE  # when the keys were requested
     assert alone.lead == product + ISSUE - asked
     assert alone.cycles == product + 5 * ISSUE  # the sum, a wait, a write, a barrier and the branch
     assert (alone.least_wait, alone.in_flight) == (1, 4096)
@@ -134,7 +137,7 @@ def test_programs_at_once(vectors: int, lds: int, num_warps: int, chip: gcn.Chip
 
 
 def test_peaks_are_those_of_the_data_sheets() -> None:
-    """Products of 16 bits: 1307 TFLOP/s on MI300X, 2517 on MI355X."""
+    """The peak rates of 16-bit products agree with the data sheets: 1307 TFLOP/s on MI300X, 2517 on MI355X."""
     for chip, shape, rate in ((MI300X, (32, 32, 8), 1307e12), (MI355X, (32, 32, 16), 2517e12)):
         name = "v_mfma_f32_{}x{}x{}_bf16".format(*shape)
         each = 2 * np.prod(shape) / gcn.matrix_cycles(name)
@@ -142,12 +145,12 @@ def test_peaks_are_those_of_the_data_sheets() -> None:
 
 
 def test_a_kernel_is_compiled_and_read() -> None:
-    """Pages of e4m3 on MI300X, whose decoding once took nine times as long as its memory."""
+    """Decoding e4m3 pages on MI300X takes less than twice as long as their memory. It once took nine times as long."""
     lines = printed("-m", "benchmarks.compiled.amd", "--jobs", "1", "--arch", "gfx942", "--case", "fp8_64x4k")
     rows = [line.strip("| ").split(" | ") for line in lines.splitlines() if line.startswith("| fp8_64x4k | split")]
     made, _, taken, _ = rows
     assert made[8].startswith("16x16x16_f16")
-    assert made[5] == "0"  # bytes spilled
+    assert made[5] == "0"  # spilled bytes
     _, _, _, vectors, _, memory, *_ = taken
     assert 0 < float(vectors) < 2 * float(memory)
 
@@ -213,7 +216,7 @@ def test_every_code_is_decoded(name: str, form: str, dtype: Any) -> None:
 @pytest.mark.skipif(COMPILES, reason="Triton compiles in this process")
 @pytest.mark.parametrize("form", FORMS["float8_e4m3fnuz"])
 def test_numbers_become_e4m3fnuz_in_every_form(form: str) -> None:
-    """Every bfloat16 number, and their float32 neighbours, with the ties between codes among them."""
+    """All bfloat16 numbers, their float32 neighbours and the ties between codes are encoded as by the reference."""
     upper = (np.arange(2**16, dtype=np.uint32) << 16).repeat(3)
     values = (upper + np.tile(np.array([0, 1, 0xFFFF], np.uint32), 2**16)).view(np.float32)
     codes = torch.empty(values.size, dtype=torch.uint8)

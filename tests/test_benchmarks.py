@@ -1,4 +1,4 @@
-"""The measurements' own numbers: floors, inputs, checks, timings, replays."""
+"""Tests of the measurements: the floors, inputs and checks of cases, timings, peers and replays."""
 
 import dataclasses
 import functools
@@ -78,7 +78,7 @@ def test_the_larger_time_is_the_floor() -> None:
 
 
 def test_floors_of_the_named_workloads_on_an_h200() -> None:
-    """The numbers that the targets are written in, at 4.3 TB/s and 700 TFLOP/s."""
+    """The floors in microseconds equal the numbers in the targets, at 4.3 TB/s and 700 TFLOP/s."""
     wanted = {
         "decode_64x4k": 250, "decode_1x32k": 31, "decode_1x128k": 125, "decode_8x32k": 250, "decode_70b_tp8_64x4k": 31,
         "prefill_2k": 49, "prefill_4k": 196, "prefill_8k": 785, "gpt_oss_window_64x4k": 4, "gpt_oss_full_64x4k": 125,
@@ -238,7 +238,7 @@ def test_the_check_passes_the_definition_of_latent_attention_and_nothing_else(na
     with pytest.raises(AssertionError, match=case.name):
         case.check(inputs, out * 1.02, np.asarray)
     last = out.copy()
-    last[..., -1, -1] += 1  # of every query's last head
+    last[..., -1, -1] += 1  # an error in the last head of every query
     with pytest.raises(AssertionError, match="query"):
         case.check(inputs, last, np.asarray)
 
@@ -434,7 +434,7 @@ def test_an_unknown_case_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("name", ["mixed_2q2k_32q1s1k_small", "gemma3_32x4k_small", "decode_64x4k_split_pages_small"])
 def test_torchs_own_attention_is_a_fair_peer(name: str) -> None:
-    """Peers get the case right, in float32, within the bounds that ours are held to."""
+    """torch's SDPA gives the right result in float32, within the bounds for our own backends."""
     pytest.importorskip("torch")
     case = dataclasses.replace(catalogue.find(name), dtype="float32")
     inputs = case.torch_inputs(2)
@@ -462,7 +462,7 @@ def test_a_second_cache_is_gathered_too() -> None:
 
 
 class FlashMla:
-    """Stands for FlashMLA's functions: its arguments by position and its demands, with our arithmetic."""
+    """A stand-in for FlashMLA's functions: their positional arguments and requirements, with our arithmetic."""
 
     def sparse_decode_fwd(self, *given: Any) -> Any:
         from ragged_attention import torch as ra
@@ -498,7 +498,7 @@ def test_flash_mla_gets_its_arguments_by_position(name: str, monkeypatch: pytest
     case = catalogue.find(name)
     inputs = case.torch_inputs(2)
     call = mla_peers.flash_mla(case, inputs, tmp_path)
-    for _ in range(2):  # the second time with the schedule that the first one made
+    for _ in range(2):  # the second call reuses the schedule of the first
         case.check(inputs, call(), run.to_numpy)
 
 
@@ -609,7 +609,7 @@ def unified_attention(q, k, v, out, window_size, kv_quant_mode, block_table):
     assert k.shape == v.shape and kv_quant_mode == 0 and block_table.min() >= 0
     out.copy_(q * FACTOR + window_size[0])
 """
-# What vLLM 0.33 added: modes, a question about the device, scratch with a row per token of a short query.
+# vLLM 0.33 added modes, a query of the device, and scratch with a row per token of short queries.
 CARRIED_0_33 = """
 import torch
 import vllm.envs as envs
@@ -643,7 +643,7 @@ def test_a_carried_triton_peer_is_imported_without_its_package(
     monkeypatch.setattr(registry, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     case = catalogue.find("gpt_oss_window_64x4k_small")
-    if name != case.name:  # more tokens than sequences for which keys are split
+    if name != case.name:  # there are more tokens than sequences, and their keys are split
         case = dataclasses.replace(case, num_kv_heads=case.num_q_heads, q_lens=(4,) * 4, kv_lens=(40,) * 4)
     inputs = case.torch_inputs()
     try:

@@ -1,4 +1,4 @@
-"""Kernels compile for GPUs that are not here, and the checker that says so tells a bad kernel from a good one."""
+"""Kernels compile for GPUs that are not present, and the checker tells bad kernels from good ones."""
 
 import dataclasses
 import itertools
@@ -55,9 +55,11 @@ def test_compiled_writing_quantising_and_scheduling() -> None:
 
 
 def test_a_thousand_batches_compile_few_variants() -> None:
-    """What changes from step to step, lengths and windows included, is no reason to compile in the middle of serving.
+    """A serving engine compiles few kernel variants: numbers that change from step to step, such as lengths and
+    windows, do not cause a compilation.
 
-    What is left are block sizes that follow the size of the batch, and strides of tables that 16 divides or not.
+    The remaining variants come from block sizes that follow the batch size, and from table strides that are or are not
+    divisible by 16.
     """
     pytest.importorskip("triton")
     done = apart("-m", "tests.serving_variants")
@@ -111,7 +113,10 @@ def test_planted_kernels_are_reported() -> None:
 
 @pytest.mark.parametrize("name", ["num_warps", "grid", "num_splits"])
 def test_a_launch_refuses_a_constant_in_place_of_its_value(name: str) -> None:
-    """With a constexpr as the number of warps, Triton 3.6 ends the process when it compiles for AMD."""
+    """A launch refuses a constexpr as a value.
+
+    As the number of warps, it makes Triton 3.6 end the process when compiling for AMD.
+    """
     one = pytest.importorskip("triton.language").constexpr(1)
     given: dict[str, Any] = {"num_warps": 4, "grid": (1, 1), "num_splits": 1}
     given |= {name: (1, one) if name == "grid" else one}
@@ -152,7 +157,7 @@ def test_many_rows_without_wgmma_are_a_failure() -> None:
     assert wrong == "sm_90 tile_kernel (prefill_4k): products of 64 rows without wgmma"
     for other in (
         dataclasses.replace(plain, arch="sm_80"),
-        dataclasses.replace(plain, kernel="dkv_kernel"),  # the rows of its products are its 32 keys
+        dataclasses.replace(plain, kernel="dkv_kernel"),  # the rows of its products are keys, and its blocks have 32
         dataclasses.replace(plain, kernel="combine_kernel"),
         dataclasses.replace(plain, cases=["float32_mixed"]),
     ):
@@ -189,10 +194,10 @@ WAIT, FENCE, WGMMA = (
         ((WAIT, "bar.sync 0;", FENCE, WGMMA), []),
         ((WAIT, FENCE, "bar.sync 0;", WGMMA, WGMMA), []),
         ((FENCE, WAIT, "tcgen05.mma.cta_group::1 x;"), [3]),
-        ((WAIT, "fence.proxy.async.global;", WGMMA), [3]),  # of other memory
-        (("$L__BB0_1:", WGMMA, WAIT, "@%p1 bra $L__BB0_1;", "ret;"), [2]),  # in the next turn of a loop
+        ((WAIT, "fence.proxy.async.global;", WGMMA), [3]),  # a fence for other memory
+        (("$L__BB0_1:", WGMMA, WAIT, "@%p1 bra $L__BB0_1;", "ret;"), [2]),  # reached in the next iteration of a loop
         (("$L__BB0_1:", FENCE, WGMMA, WAIT, "@%p1 bra $L__BB0_1;", WGMMA, "ret;"), [6]),
-        ((WAIT, "@!%p1 bra $L__BB0_1;", FENCE, "$L__BB0_1:", WGMMA), [5]),  # around a fence
+        ((WAIT, "@!%p1 bra $L__BB0_1;", FENCE, "$L__BB0_1:", WGMMA), [5]),  # a branch skips the fence
         ((WAIT, "bra.uni $L__BB0_1;", WGMMA, "$L__BB0_1:", FENCE, WGMMA), []),
         ((WAIT, "ret;", WGMMA), []),
     ],
@@ -209,7 +214,7 @@ def test_products_that_no_fence_stands_before(lines: tuple[str, ...], found: lis
         ("%filled", "%turned", True),
         ("%registers", "%buffer", False),
         ("%view", "%turned", False),
-        ("%registers", "%carried", False),  # around a loop, so it may be anything
+        ("%registers", "%carried", False),  # carried by a loop, so it may be anything
     ],
 )
 def test_products_that_read_no_copies_need_no_fence(left: str, right: str, expected: bool) -> None:
@@ -243,7 +248,7 @@ def test_local_memory_in_an_inner_loop_is_a_failure() -> None:
      ({16: 9, 8: 2}, 0.9), ({16: 8, 4: 24}, 2 / 3), ({8: 8, 2: 1}, 0), ({16: 4, 1: 16}, 0.8)],
 )  # fmt: skip
 def test_what_comes_sixteen_bytes_at_a_time(loads: dict[int, int], share: float) -> None:
-    """A word for each longer load, its row's page number or slot, does not count."""
+    """The share of wide loads does not count one word per longer load, which is the page number or slot of its row."""
     assert loop(loads).wide == pytest.approx(share)
 
 
@@ -252,7 +257,7 @@ def test_narrow_loads_of_workloads_are_a_failure() -> None:
     (wrong,) = compile_matrix.failures([row("tile_kernel", loops=(GOOD, narrow))])
     assert wrong == ("sm_90 tile_kernel (prefill_4k): an inner loop loads 50% of its bytes 16 at a time, expected 90%")
     assert compile_matrix.failures([row("tile_kernel", loops=(GOOD, loop({16: 9, 8: 2})))]) == []
-    # Neither what only shows that something compiles nor what does not multiply is judged.
+    # Cases that are no workloads, and kernels without products, are not checked.
     assert compile_matrix.failures([row("tile_kernel", "int8_mixed", loops=(narrow,))]) == []
     assert compile_matrix.failures([row("combine_kernel", loops=(narrow,))]) == []
 
@@ -293,7 +298,7 @@ def test_a_loop_of_many_rows_wants_wgmma() -> None:
     plain = dataclasses.replace(GOOD, matrix="mma")
     wanted = "an inner loop of 64 rows uses mma, expected wgmma"
     assert compile_matrix.loop_failure(row("tile_kernel", loops=(GOOD, plain))) == wanted
-    assert compile_matrix.loop_failure(row("dkv_kernel", loops=(plain,))) is None  # whose rows are its keys
+    assert compile_matrix.loop_failure(row("dkv_kernel", loops=(plain,))) is None  # its rows are keys
     older = dataclasses.replace(row("tile_kernel", loops=(plain,)), arch="sm_80")
     assert compile_matrix.loop_failure(older) is None
 
@@ -303,7 +308,7 @@ def test_a_kernel_whose_loops_are_not_found_is_a_failure() -> None:
     assert compile_matrix.loop_failure(lost) == "no inner loop of products was found"
     assert compile_matrix.loop_failure(dataclasses.replace(lost, arch="gfx942")) is None
     assert compile_matrix.loop_failure(row("tile_kernel", error="X: no")) is None
-    # Of a batch of one token the compiler sees that this kernel has nothing to do.
+    # For a batch of one token, the compiler sees that this kernel has no work.
     assert compile_matrix.loop_failure(row("tile_kernel", instructions=())) is None
 
 
@@ -346,7 +351,7 @@ def copy_kernel(x_ptr, out_ptr, strides, SIZE: tl.constexpr):
     tl.store(out_ptr + i * strides[0], scaled(tl.load(x_ptr + i)))
 """,
 }
-# What is replaced, by what, and whether the digest changes.
+# (text to replace, replacement, whether the digest changes)
 EDITS = (
     ("", "", False),
     ("import triton\n", "import triton  # the compiler\n\n\n", False),
@@ -359,7 +364,10 @@ EDITS = (
 
 
 def test_a_digest_rests_on_what_is_compiled(tmp_path: Path) -> None:
-    """Comments, docstrings and line numbers do not count; called functions, constants, types and options do."""
+    """The digest depends on called functions, constants, types and options.
+
+    It does not depend on comments, docstrings and line numbers.
+    """
     pytest.importorskip("triton")
     for index, (old, new, _) in enumerate(EDITS):
         folder = tmp_path / f"edit_{index}"
@@ -381,7 +389,10 @@ def test_a_digest_rests_on_every_function_that_triton_counts() -> None:
 
 
 class Matrix:
-    """`compile_matrix.main` over a plan that nothing compiles: `spilled` holds what compilation would find."""
+    """Runs `compile_matrix.main` with a plan that compiles nothing.
+
+    `spilled` has the spills that a compilation reports.
+    """
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.spilled = {f"{index:02}": 0 for index in range(2 * compile_matrix.SPOT_CHECK)}
@@ -422,7 +433,7 @@ def matrix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Matrix:
 
 def test_only_what_has_not_passed_is_compiled(matrix: Matrix) -> None:
     every = len(matrix.spilled)
-    assert matrix.run("--check") == (0, every)  # which keeps nothing
+    assert matrix.run("--check") == (0, every)  # `--check` saves nothing
     assert matrix.run() == (0, every)
     assert matrix.run() == (0, 0)
     assert matrix.run("--check") == (0, 2)
@@ -487,7 +498,7 @@ def test_every_operation_of_the_room_is_covered() -> None:
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_every_tile_for_latents_is_compiled(arch: str) -> None:
-    """Whatever the heads, formats and kinds of call, the sizes that are chosen are among those of the matrix."""
+    """For all heads, formats and kinds of call, the heuristic's tiles for latents are among those of the matrix."""
     pytest.importorskip("triton")
     found = {tile_of(catalogue.find(name), arch) for name in compile_matrix.covering(arch) if name.startswith("mla_")}
     chosen = set()
@@ -506,28 +517,27 @@ KINDS: tuple[dict[str, Any], ...] = ({}, {"topk": 2048}, {"topk": 2048, "prefill
 
 
 def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
-    """The sizes that a case is compiled at; splits are arguments of the kernel's."""
+    """The sizes that a case compiles to. The number of splits is an argument of the kernel instead."""
     call = case.attention_call(samples.device_of("torch", arch))
     tile = dispatch.load(call.OPERATION, "triton").heuristic(call)
     sizes = (tile.block_h, tile.block_kv, tile.num_warps, tile.num_stages)
     return case.cache_format, "float32" if case.dtype == "float32" else "16 bits", *sizes
 
 
-# A kernel's constants that change numbers in its code, not what is computed how; and those of which it matters only
-# whether they are 1.
+# Constants that only change numbers in a kernel's code; then constants of which only matters whether they are 1.
 NUMBERS = {"NUM_HEADS", "SPLIT_BLOCK_Q", "ROWS", "TOPK", "KV_HEADS", "MIN_BLOCKS"}
 ONE_OR_MORE = {"GROUP", "MAX_SEQS", "NUM_Q", "PARTS"}
 
 
 def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:
-    """Equal for launches whose code differs in numbers only: tile, types and features, warps and stages."""
+    """A key that is equal for launches whose code differs only in numbers: tile, types, features, warps and stages."""
     found: list[Any] = [launch.name, launch.num_warps, launch.num_stages, *map(dtype_name, launch.operands)]
     for name, value in sorted(launch.constants.items()):
-        if not name.isupper() or name in NUMBERS:  # lower case are sizes and strides
+        if not name.isupper() or name in NUMBERS:  # lower-case constants are sizes and strides
             continue
         if name in ONE_OR_MORE:
             value = value > 1
-        if name.endswith("PAGE_SIZE"):  # a block of keys lies on one page, or each key on one of its own, or neither
+        if name.endswith("PAGE_SIZE"):  # a block of keys is on one page, or every key has its own page, or neither
             value = 1 if value == 1 else "whole" if value % launch.constants.get("BLOCK_KV", 1) == 0 else "parts"
         found.append((name, value))
     return tuple(found)
@@ -540,7 +550,7 @@ def shapes_of(case: str) -> dict[tuple[Any, ...], str]:
 
 
 def test_whatever_the_workloads_launch_is_compiled() -> None:
-    """On sm_90, every kernel of every case that is reported, at its tile and with its features."""
+    """On sm_90 the matrix compiles every kernel of every reported case, with its tile and features."""
     pytest.importorskip("triton")
     compiled = {shape for case in compile_matrix.covering("sm_90") for shape in shapes_of(case)}
     missing = [name for case in catalogue.CASES for shape, name in shapes_of(case).items() if shape not in compiled]

@@ -1,7 +1,7 @@
-"""Building the CUDA kernels: which compiler, what is kept and for how long, what a failure says, what is loaded.
+"""Tests of building the CUDA kernels: the choice of the compiler, the cache, error messages, and loading.
 
-Most of it is tried with a stand-in for nvcc that hands on to g++, so that it takes no time and is tried everywhere; the
-real library is built once and shared with the other tests by the cache.
+Most tests use a stand-in for nvcc that calls g++, so that they are quick and run everywhere. The real library is built
+once, and the cache shares it with the other tests.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ int ra_mla_decode_sparse_v41(const RaLatent*, void*) { return 7; }
 int ra_make_decode_schedule(const RaSchedule*, void*) { return 4; }
 """
 
-# In place of the handlers: whether the library above is what they call.
+# Stands for the XLA handlers. It shows whether they call the library above.
 THROUGH = """\
 #include "api.h"
 extern "C" RA_API int through(void) { return ra_mla_decode_sparse_fp8(nullptr, nullptr); }
@@ -79,7 +79,7 @@ extern "C" RA_API int through(void) { return ra_mla_decode_sparse_fp8(nullptr, n
 
 
 def stand_in(home: Path, release: str = "99.0", seconds: float = 0) -> Path:
-    """A CUDA home whose nvcc is a script that logs its calls to `log`."""
+    """Make a CUDA home whose nvcc is a script that logs its calls to `log`. Returns the script's path."""
     (home / "bin").mkdir(parents=True)
     for folder in ("nvvm/bin", "include/crt", "include/cccl/cuda/std", "lib"):
         (home / folder).mkdir(parents=True)
@@ -93,7 +93,7 @@ def stand_in(home: Path, release: str = "99.0", seconds: float = 0) -> Path:
 
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing found, built, loaded or failed yet, and an empty cache."""
+    """A state in which nothing was found, built, loaded or has failed yet, with an empty cache."""
     for name in ("CUDACXX", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -109,7 +109,7 @@ def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture
 def small(afresh: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A stand-in compiler as CUDA_HOME, and a source that it can compile; returns the home."""
+    """A stand-in compiler as CUDA_HOME, and a source that it can compile. The fixture returns the home."""
     if toolchain.gxx() is None or toolchain.cutlass() is None:
         pytest.skip("needs g++ and the CUTLASS headers")
     sources = tmp_path / "csrc"
@@ -129,11 +129,11 @@ def reported(what: str) -> str:
 
 
 def calls(home: Path) -> list[str]:
-    """The command lines that a stand-in has compiled or linked."""
+    """The command lines with which a stand-in has compiled or linked."""
     return (home / "log").read_text().splitlines() if (home / "log").exists() else []
 
 
-# ---- finding
+# ---- finding the compiler
 
 
 def test_the_order_in_which_nvcc_is_looked_for(afresh, monkeypatch, tmp_path):
@@ -161,7 +161,10 @@ def test_the_wheels_of_nvcc_are_found_as_one_home(monkeypatch, tmp_path):
 
 
 def test_wheels_that_are_no_whole_compiler_are_passed_over(afresh, monkeypatch, tmp_path):
-    """jax for CUDA brings nvcc's wheel for its assembler, without what compiling takes."""
+    """Wheels that lack a part of the compiler are passed over.
+
+    jax for CUDA installs nvcc's wheel only for its assembler.
+    """
     stand_in(tmp_path / "wheels")
     stand_in(tmp_path / "path")
     monkeypatch.setattr(toolchain, "pypi_home", lambda: tmp_path / "wheels")
@@ -246,7 +249,10 @@ def test_cutlass_is_found_without_importing_it(monkeypatch, tmp_path):
 
 
 def test_the_toolchain_from_pypi_is_of_one_release():
-    """Parts of other releases are refused by each other: an older ptxas does not read a newer nvvm's code."""
+    """The pinned parts are of one release.
+
+    They refuse parts of other releases: an older ptxas cannot read a newer nvvm's code.
+    """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pins = dict(re.findall(r"([\w-]+)==([\d.]+); sys_platform == 'linux'", " / ".join(extras["cuda-toolchain"])))
     assert set(pins) == {f"nvidia-{name}" for name in ("cuda-nvcc", "nvvm", "cuda-crt", "cuda-cccl", "cuda-runtime")}
@@ -254,7 +260,7 @@ def test_the_toolchain_from_pypi_is_of_one_release():
     assert {version.rpartition(".")[0] for version in pins.values()} == {"13.0"}
 
 
-# ---- building and keeping
+# ---- building and caching
 
 
 def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
@@ -274,7 +280,7 @@ def test_a_library_is_built_once(small, monkeypatch, caplog, capfd):
     assert [record.message.split(" of ")[0].split(" in ")[0] for record in caplog.records] == [
         f"building the CUDA kernels with {small}/bin/nvcc", "built the CUDA kernels",
     ]  # fmt: skip
-    monkeypatch.setattr(_native, "_loaded", {})  # another process
+    monkeypatch.setattr(_native, "_loaded", {})  # as in another process
     _native.library()
     assert len(calls(small)) == 2
     assert _report.kernels() == f"{path}; device 0: sm_90, 132 multiprocessors"
@@ -360,7 +366,7 @@ def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, ca
     assert len(said) <= 2 + compile.SHOWN_LINES
     assert capfd.readouterr() == ("", "")
     assert not list((small.parent / "cache").rglob("*.so"))
-    # Nothing is tried twice in a process, and the reason is not forgotten.
+    # A process does not try again, and still knows the reason.
     with pytest.raises(BackendMissing, match="nothing_of_that_name"):
         _native.library()
     assert len(calls(small)) == 1
@@ -376,7 +382,7 @@ SERIALISED = (
 
 
 def says(home: Path, text: str) -> None:
-    """Let the compiler print a line and go on."""
+    """Make the compiler print a line and go on."""
     program = home / "bin" / "nvcc"
     program.write_text(program.read_text().replace("    time.sleep", f"    print({text!r})\n    time.sleep"))
 
@@ -408,7 +414,7 @@ def test_an_nvcc_that_is_too_old(afresh, monkeypatch, tmp_path, release):
 def test_the_driver_is_asked_once(small):
     source = SOURCE.replace("*driver = 13010", "static int asked; *driver = asked++ ? 99000 : 12040")
     (compile.SOURCES / "common.cu").write_text(source)
-    assert _native.why_not() is None  # nothing is built for the question alone
+    assert _native.why_not() is None  # the question alone does not build anything
     _native.library()
     reason = "expected a driver for CUDA 13.0 or later, which the kernels were compiled with, got one for CUDA 12.4"
     assert _native.why_not() == _native.why_not() == reason
@@ -452,10 +458,10 @@ def test_a_cache_that_cannot_be_written(small, monkeypatch):
 
 
 def test_a_library_in_a_cache_that_is_not_ours_is_found(small, monkeypatch):
-    """Built by root: neither the folder nor the lock in it can be written."""
+    """A library in a cache that root owns is found, although neither its folder nor the lock can be written."""
     path = compile.build(compile.kernels_recipe())
     (path.parent / "lock").unlink()
-    (path.parent / "lock").mkdir()  # which nobody can open, not even root
+    (path.parent / "lock").mkdir()  # nobody can open a folder as a lock, not even root
     assert compile.built() == path
     assert _native.library()._name == str(path)
     assert len(calls(small)) == 2
@@ -504,7 +510,7 @@ def test_what_a_killed_build_leaves_is_removed(small):
 
 @pytest.fixture
 def long_build(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Many units, each of which takes long; returns the home of the compiler."""
+    """A home whose compiler takes long for each of many units."""
     shutil.rmtree(small)
     stand_in(small, seconds=20)
     monkeypatch.setattr(compile, "UNITS", tuple(f"unit{number}" for number in range(40)))
@@ -514,7 +520,7 @@ def long_build(small: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_ctrl_c_ends_a_build_and_what_it_runs(long_build, request):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which shells let background jobs ignore
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore SIGINT
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     main = threading.main_thread().ident
     assert main is not None
@@ -531,7 +537,7 @@ def test_ctrl_c_ends_a_build_and_what_it_runs(long_build, request):
     assert time.monotonic() - began < 15
     assert 0 < len(calls(long_build)) <= len(os.sched_getaffinity(0))
     assert not list((long_build.parent / "cache").rglob("building-*"))
-    assert _native.why_not() is None  # and the next call tries again
+    assert _native.why_not() is None  # the next call tries again
 
 
 def test_no_home_is_no_place_to_keep_a_library(small, monkeypatch):
@@ -584,7 +590,7 @@ def test_the_cache_is_where_caches_are(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert compile.cache_folder() == tmp_path / ".cache" / "ragged_attention"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # which would be a folder of whoever wrote the files here
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # a relative path would put the cache into the current folder
     assert compile.cache_folder() == tmp_path / ".cache" / "ragged_attention"
 
 
@@ -596,7 +602,7 @@ def test_a_library_made_ahead_of_time_needs_no_compiler(small, monkeypatch, tmp_
     assert _native.why_not() is None
     assert compile.built() == compile.prebuilt()
     assert Path(_native.library()._name).parent == compile.PREBUILT
-    # One of other sources is not this one.
+    # A library from other sources is not used.
     monkeypatch.setattr(_native, "_loaded", {})
     (compile.SOURCES / "api.h").write_text(HEADER + "// newer")
     assert compile.prebuilt() is None
@@ -610,7 +616,7 @@ def test_the_library_for_xla_calls_the_kernels(small, tmp_path):
     library = _native.ffi_library(str(tmp_path / "jaxlib"))
     assert library.through() == 3
     assert _native.ffi_library(str(tmp_path / "jaxlib")) is library
-    # Another jaxlib is another library, for a newer one's handlers would break an older one altogether.
+    # Another jaxlib gets its own library, because the handlers for a newer jaxlib would not work with an older one.
     recipe = compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(_native.library()._name))
     assert recipe.path == Path(library._name)
     (interface / "c_api.h").write_text("#define XLA_FFI_API_MINOR 4")
@@ -651,7 +657,7 @@ def test_the_state_is_the_emulation_in_force(monkeypatch):
 
 
 def before_and_after() -> object:
-    """The state outside of the emulation, as another thread has it."""
+    """The dispatch state of another thread, which is outside of the emulation."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(dispatch.state()))
     thread.start()
@@ -672,7 +678,7 @@ def test_the_report_has_a_row_for_each_part(small):
 
 
 def fields_of(name: str) -> list[tuple[str, str]]:
-    """A record's fields in the header, in order: the name and the kind of each."""
+    """The fields of a struct in the header, in order: (name, kind)."""
     body = re.search(rf"typedef struct {name} {{(.*?)}} {name};", HEADER, re.DOTALL)
     assert body is not None
     declarations = re.findall(r"(const )?(\w+\*?) ([\w, ]+);", re.sub(r"//.*", "", body[1]))

@@ -1,4 +1,4 @@
-"""The calls on a machine with a GPU: what faults cost, how a call goes on, what travels, what is read afterwards."""
+"""Tests of the device runs: the cost of faults, resumed calls, the parts that are sent along, and the summaries."""
 
 import collections
 import copy
@@ -46,7 +46,7 @@ ONE_COSTS = {
 
 @dataclasses.dataclass
 class Planted:
-    """A record, and phases of planted items that are run into it."""
+    """A folder with a record and a log, in which phases of items with planted faults are run."""
 
     folder: Path
 
@@ -72,7 +72,7 @@ class Planted:
         return {item: line for (_, item), line in self.record.items().items()}
 
     def ran(self) -> list[str]:
-        """The items that processes began, in order."""
+        """The items that worker processes began, in order."""
         return [line.partition(" ")[2] for line in self.log.read_text().splitlines()] if self.log.is_file() else []
 
 
@@ -81,7 +81,7 @@ def planted(tmp_path: Path) -> Planted:
     return Planted(tmp_path)
 
 
-# ---- what faults cost
+# ---- the cost of faults
 
 
 @pytest.mark.parametrize("workers", [1, 3])
@@ -93,8 +93,8 @@ def test_a_fault_costs_one_item(planted: Planted, workers: int) -> None:
     assert {item for item, line in results.items() if line["result"] == "passed"} == set(names) - set(ONE_COSTS)
     for item, message in ONE_COSTS.items():
         assert message in results[item]["message"]
-    assert "hang_here" in results["hang"]["message"]  # where it hung
-    assert results["noise"]["extra"] == "noise"  # what it printed is none of its answers
+    assert "hang_here" in results["hang"]["message"]  # the place where it hung
+    assert results["noise"]["extra"] == "noise"  # output of the item is not taken for an answer
     (end,) = planted.record.of_kind("end")
     assert end["not_reached"] == 0
 
@@ -108,7 +108,7 @@ def test_what_ran_after_a_poisoned_context_ran_in_another_process(planted: Plant
         following = names[names.index(fault) + 1]
         assert by_item[fault] == by_item[f"before {fault}"]
         assert by_item[following] != by_item[fault]
-    assert by_item["before noise"] == by_item["wrong"]  # a wrong result is no reason for another one
+    assert by_item["before noise"] == by_item["wrong"]  # a wrong result does not cost the process
 
 
 def test_a_second_call_runs_what_failed_and_what_was_not_reached(planted: Planted) -> None:
@@ -133,7 +133,8 @@ def test_what_failed_is_run_first(planted: Planted) -> None:
         planted.record.write("item", phase="x", item=item, result=result)
     planted.record.stamp = {"sources": "new", "device": "H100"}
     phase = plan.Phase(name="x", start=plan.Start("m"), workers=1, item_seconds=1, seconds=1)
-    # What failed, what this device never ran, what passed with other sources; not what passed.
+    # The order is: failed items, items that never ran on this device, items that passed with other sources. Passed
+    # items are left out.
     assert phase.chosen(planted.record, names) == ["b", "a", "d", "f", "e"]
     assert phase.chosen(planted.record, names, 2) == ["a", "d"]
     assert dataclasses.replace(phase, always=True).chosen(planted.record, names) == names
@@ -158,7 +159,7 @@ def test_what_cannot_run_says_why(planted: Planted, what: str, options: list[str
     assert (line["item"], line["result"]) == ("", "cannot run")
     assert reason in line["message"]
     planted.phase("slow", seconds=6.0)
-    assert "" not in planted.results()  # it can now
+    assert "" not in planted.results()  # this time the phase could begin
 
 
 def test_a_phase_is_given_up_when_processes_do_not_start_any_more(planted: Planted) -> None:
@@ -169,7 +170,7 @@ def test_a_phase_is_given_up_when_processes_do_not_start_any_more(planted: Plant
 
 
 def test_no_process_outlives_the_call_that_started_it(planted: Planted, tmp_path: Path) -> None:
-    """Even if that is killed."""
+    """Worker processes end even if the call that started them is killed."""
     command = [sys.executable, "-m", "tests.programs.planted_device_faults", str(tmp_path)]
     running = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 60
@@ -195,7 +196,7 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path) -> None:
 
 
 def test_lines_of_several_calls_are_in_the_order_of_time(tmp_path: Path) -> None:
-    """The last one counts, whichever record it came from."""
+    """The latest line of an item counts, whichever record it came from."""
     for folder, at, result in (("here", 2, "passed"), ("carried", 1, "FAILED")):
         (tmp_path / folder).mkdir()
         line = {"kind": "item", "phase": "x", "item": "a", "result": result, "at": at}
@@ -205,7 +206,7 @@ def test_lines_of_several_calls_are_in_the_order_of_time(tmp_path: Path) -> None
 
 
 def test_an_item_that_hangs_until_the_end_of_its_phase_has_failed(planted: Planted) -> None:
-    """If it had time enough; its limit may be longer than the phase."""
+    """A hanging item fails if it had enough time, even if the phase ends before the item's own limit."""
     planted.phase("hang alone", seconds=plan.ENOUGH + 4, each=60.0)
     assert "no end after 1" in planted.results()["hang"]["message"]
     assert "hang_here" in planted.results()["hang"]["message"]
@@ -217,7 +218,7 @@ def test_limits_of_items_fit_into_those_of_their_phases() -> None:
 
 
 def test_who_answers_no_more_is_not_waited_for(tmp_path: Path) -> None:
-    """A child of the process keeps its output open, as one may that a driver holds on to."""
+    """The end of a pool does not wait for a process whose output a child keeps open, as a hanging driver may."""
     pool = Pool("cpu")
     one = pool.take(plan.Start("tests.device_faults", (str(tmp_path / "log"),)))
     one.ready(60)
@@ -259,7 +260,8 @@ def test_the_place_of_a_crash_is_kept() -> None:
 
 
 def test_settings_of_the_machines_image_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")  # would be part of every kernel's key
+    # this variable would become part of every kernel's key
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/usr/local/cuda/bin/ptxas")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("TRITON_LIBCUDA_PATH", "/where/the/driver/lies")
     found = environment({"TRITON_PTXAS_PATH": "/another"})
@@ -292,7 +294,10 @@ def test_the_device_is_named_by_torch_where_there_is_no_nvidia_smi(monkeypatch: 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_nothing_runs_on_a_cpu_where_a_gpu_is_meant(framework: str) -> None:
-    """A framework that does not see the GPU would run all of it on the CPU, and find it good."""
+    """The suite refuses to run for a GPU if the framework sees none.
+
+    Otherwise everything would run on the CPU and pass.
+    """
     pytest.importorskip(framework)
     code = f"from benchmarks.device.suite import Items; Items('cuda', {framework!r})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -327,7 +332,7 @@ def test_both_calls_are_rehearsed(tmp_path: Path) -> None:
     code, printed = call(prove, tmp_path)
     assert code == 0, printed
     more = Record.begun(tmp_path).of_kind("item")[before:]
-    assert {line["phase"] for line in more} == {"torch smoke", "jax smoke"}  # nothing else was run again
+    assert {line["phase"] for line in more} == {"torch smoke", "jax smoke"}  # no other phase was run again
     code, printed = call(["measure", "--phases", "bench,host,flash_mla", "--items", "1"], tmp_path)
     assert code == 0, printed
     assert "decode_64x4k_small: " in printed
@@ -350,7 +355,10 @@ def test_small_calls_of_the_cuda_kernels_run_as_the_checkers_would_run_them(what
 
 
 def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a stand-in for compute-sanitizer that finds something in one of its three modes."""
+    """Every checker runs on the kernels.
+
+    Here it is a stand-in for compute-sanitizer that finds something in one of its three modes.
+    """
     from benchmarks.device.tools import Items
 
     tool = tmp_path / "compute-sanitizer"
@@ -363,13 +371,13 @@ def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest
     assert "exit status 9" in results["racecheck cuda"]["message"]
     called = (tmp_path / "compute-sanitizer.log").read_text()
     assert called.count("--error-exitcode 9") == 4
-    assert called.count("--report-api-errors no") == 2  # which memcheck alone knows
+    assert called.count("--report-api-errors no") == 2  # only memcheck has this option
     assert "cuda.exercise(1, 'cuda')" in called
 
 
 @pytest.mark.parametrize("case", device_cuda.SMALL, ids=lambda case: case.name)
 def test_the_kernels_take_what_the_checkers_exercise(case: Any) -> None:
-    """On a Hopper GPU, so far as is known without one."""
+    """The CUDA kernels support every case of the checkers on a Hopper GPU, as far as can be known without one."""
     found = case.attention_call(samples.device_of("torch", "sm_90"))
     declined = dispatch.load(case.operation, "cuda").why_not(found)
     assert declined is None or declined == _native.why_not()
@@ -391,12 +399,12 @@ def test_what_failed_is_measured_in_other_ways_too(tmp_path: Path, monkeypatch: 
     assert again["torch triton, with CUDA's ptxas"].start.environ[-1] == ("TRITON_PTXAS_PATH", "/cuda/ptxas")
     assert again["torch triton, without PDL"].start.arguments[-1] == plan.WITHOUT_PDL
     assert [phase.name for phase in plan.phases("measure", record)][:4] == list(again)
-    assert list(again)[:2] == ["torch triton", "torch eager"]  # as they were, before other ways
+    assert list(again)[:2] == ["torch triton", "torch eager"]  # unchanged repeats come before the other ways
     way = "torch triton, without PDL"
     record.write("item", phase=way, item="corner: a", result="FAILED")
     assert (way, "corner: a") in record.items()
     record.write("item", phase="torch triton", item="corner: a", result="passed")
-    assert (way, "corner: a") not in record.items()  # it tells nothing any more
+    assert (way, "corner: a") not in record.items()  # it is of no interest once the item has passed
 
 
 def test_much_that_failed_leaves_time_to_measure(tmp_path: Path) -> None:
@@ -439,12 +447,12 @@ def test_cases_that_failed_beside_peers_are_timed_without_them(tmp_path: Path) -
     assert {phase.start.arguments for phase in alone} == {(plan.WITHOUT_PEERS,)}
 
 
-# ---- what travels
+# ---- the parts that are sent along
 
 
 @pytest.fixture
 def travelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to carry, and another that it is unpacked into."""
+    """A test's own folders for carried parts and for unpacking them. The fixture returns the first one."""
     for module in (carried, prepare):
         monkeypatch.setattr(module, "FOLDER", tmp_path / "carried")
     monkeypatch.setattr(carried, "unpacked", lambda: tmp_path / "there")
@@ -454,7 +462,7 @@ def travelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Small parts in place of the real ones: their content, and how often each was made."""
+    """Small parts that replace the real ones, with the number of times that each was made."""
     contents: dict[str, Any] = {
         "triton": {"ABC/__grp__k.json": '{"child_paths": {"k.cubin": "/elsewhere/ABC/k.cubin"}}', "ABC/k.cubin": "1"},
         "library": {"lib.so": "2"}, "peers": {"peer.so": "3"}, "site": {"package/__init__.py": ""},
@@ -515,7 +523,7 @@ def test_too_much_to_travel_is_said(
 
 
 def test_the_tree_leaves_room_for_what_travels() -> None:
-    """Our part of the limit: all but the 40 MiB that compiled kernels and peers take."""
+    """The tree keeps to its share of the size limit, which leaves 40 MiB for compiled kernels and peers."""
     if not (ROOT / ".git").exists():
         pytest.skip("git is asked what belongs to the tree")
     assert 0 < prepare.tree_size() < prepare.LIMIT - 40 * 2**20
@@ -525,10 +533,10 @@ def test_what_travelled_is_unpacked_once(travelling: Path, made: dict[str, Any],
     prepare.prepare()
     there = tmp_path / "there"
     carried.unpack(measuring=False)
-    assert not (there / "peers").exists()  # nothing that proves needs them, and they are large
+    assert not (there / "peers").exists()  # `prove` does not need the peers, which are large
     group = json.loads((there / "triton" / "ABC" / "__grp__k.json").read_text())
     assert group["child_paths"] == {"k.cubin": str(there / "triton" / "ABC" / "k.cubin")}
-    (there / "triton" / "more").mkdir()  # what was compiled there
+    (there / "triton" / "more").mkdir()  # a kernel that was compiled on the device
     carried.unpack(measuring=True)
     assert (there / "peers" / "peer.so").read_text() == "3"
     assert (there / "triton" / "more").is_dir()
@@ -539,7 +547,7 @@ def test_what_travelled_is_unpacked_once(travelling: Path, made: dict[str, Any],
 
 
 def test_kernels_that_travelled_are_not_compiled_again(travelling: Path, tmp_path: Path) -> None:
-    """Compiled for Hopper by Triton 3.6, packed, unpacked elsewhere, and asked for."""
+    """Kernels compiled by Triton 3.6 are found in the cache after they were packed and unpacked elsewhere."""
     earlier = ROOT / ".triton36"
     if not earlier.is_dir():
         pytest.skip("no Triton 3.6: make .triton36")
@@ -641,7 +649,7 @@ def test_a_rehearsal_in_which_nothing_passed_has_failed(tmp_path: Path, capsys: 
     assert capsys.readouterr().out == "b: no item passed or was declined\n"
 
 
-# ---- what is read afterwards
+# ---- summaries
 
 
 def test_a_summary_begins_with_the_worst_and_fits_a_screen(tmp_path: Path) -> None:
@@ -686,7 +694,7 @@ def test_what_poisons_a_process_is_known(message: str) -> None:
     assert not worker.is_poison("AssertionError: expected 1, got 2")
 
 
-# ---- what readers see
+# ---- published tables and files
 
 CASE = "mla_dense_h128_128x4k"
 DEVICE = "NVIDIA H200"
@@ -721,7 +729,7 @@ def lines_of_a_run() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The few files of a checkout that are written from records."""
+    """A checkout with only the files that are written from records."""
     for folder in ("benchmarks/results", "docs", "kernels_cuda"):
         (tmp_path / folder).mkdir(parents=True)
     for page in ("README.md", "docs/status.md"):
@@ -766,7 +774,10 @@ def test_a_record_becomes_rows_a_table_and_proven_kernels(checkout: Path) -> Non
 
 
 def test_a_check_that_had_no_end_is_not_said_to_be_wrong(checkout: Path) -> None:
-    """And it counts for the operations that it ran on another backend, not for those of checks like it."""
+    """A check that ran out of time counts as not ended, not as wrong.
+
+    It counts for the operations that it ran on another backend, not for those of similar checks.
+    """
     check = {"item": "corner: attention, two keys"}
     late = changed(check["item"], message="no end after 40 s\nwhere it was")
     elsewhere = late[4] | check | {"phase": "torch eager", "answered": ["write_kv_pages"]}
@@ -871,7 +882,7 @@ def test_ended_by_a_signal_a_call_still_sums_up(tmp_path: Path) -> None:
 
 
 def test_launchers_made_without_a_driver_name_it(tmp_path: Path) -> None:
-    """A linker may drop a library of which nothing is used; without the driver's a launcher would not load."""
+    """A launcher built with the stub names the driver's library, even though the linker drops unused libraries."""
     pytest.importorskip("triton")
     precompile.stub_of_the_driver(tmp_path)
     source, launcher = tmp_path / "launcher.c", tmp_path / "launcher.so"

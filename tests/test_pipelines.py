@@ -1,4 +1,4 @@
-"""What is read of loops and their waiting: by hand, on planted loops, and of the kernels as they are compiled."""
+"""Tests of the loop readers: against counts by hand, on planted loops, and on real kernels as compiled."""
 
 import dataclasses
 import json
@@ -13,11 +13,11 @@ from benchmarks.roofline import model
 from tests.apart import printed
 
 ROOT = Path(__file__).parent.parent
-NONE = 7  # no barrier
+NONE = 7  # the number that stands for no barrier
 
 
 def line(text: str, stall: int = 1, sets: int = NONE, reads: int = NONE, waits: tuple[int, ...] = ()) -> str:
-    """An instruction as cuobjdump lists it, with its bits."""
+    """An instruction with its control bits, as cuobjdump lists it."""
     bits = stall | sets << 5 | reads << 8 | sum(1 << index for index in waits) << 11
     return f"        /*{{:04x}}*/  {text} ;  /* 0x{0:016x} */\n      /* 0x{bits << sass.CONTROL:016x} */\n"
 
@@ -38,9 +38,9 @@ def wait(left: int) -> str:
     return line(f"DEPBAR.LE SB0, {left:#x}", 4)
 
 
-SINGLE = code(wait(0), BARRIER, *COMPUTE, BARRIER, COPY, COPY, CLOSE)  # issued last, waited for first
-AHEAD = code(wait(1), BARRIER, *COMPUTE, COPY, COPY, CLOSE)  # for the block after the next
-FIRST = code(COPY, COPY, CLOSE, wait(1), BARRIER, *COMPUTE, BARRIER)  # for the next
+SINGLE = code(wait(0), BARRIER, *COMPUTE, BARRIER, COPY, COPY, CLOSE)  # requests keys last and waits for them first
+AHEAD = code(wait(1), BARRIER, *COMPUTE, COPY, COPY, CLOSE)  # requests the block after the next
+FIRST = code(COPY, COPY, CLOSE, wait(1), BARRIER, *COMPUTE, BARRIER)  # requests the next block first
 
 
 # ---- machine code
@@ -60,7 +60,7 @@ def test_a_loop_that_waits_for_what_it_has_just_asked_for() -> None:
     assert scoreboard.copied(SINGLE, 4) == 2 * 512 * 4
     assert quick.least_wait == 0
     assert quick.in_flight == 2 * 512 * 4
-    assert slow.cycles > 950 + 40 * 6  # memory, then products
+    assert slow.cycles > 950 + 40 * 6  # the latency of memory, then the products
 
 
 @pytest.mark.parametrize("lines", [AHEAD, FIRST], ids=["a turn ahead", "before the wait"])
@@ -68,11 +68,14 @@ def test_a_loop_that_asks_a_block_ahead(lines: list[Instruction]) -> None:
     quick, slow = (scoreboard.turn(lines, 4, latency) for latency in (0, 1000))
     assert quick.least_wait == 1
     assert quick.in_flight == 2 * 2 * 512 * 4
-    assert slow.cycles < 1000  # under which the products of a turn and the next copies fit
+    assert slow.cycles < 1000  # the products of an iteration and the next copies fit under the latency
 
 
 def test_what_a_unit_takes_is_waited_for() -> None:
-    """40 products that wait for each other's unit, 6.3 cycles each; twice as many warps take twice as long."""
+    """An instruction waits until its unit is free:
+
+    40 products of 6.3 cycles each follow one another, and twice as many warps take twice as long.
+    """
     cycles = scoreboard.turn(code(*COMPUTE), 4, 1000).cycles
     assert 40 * 6.3 < cycles < 40 * 6.3 + 80
     assert scoreboard.turn(code(*COMPUTE), 8, 1000).cycles > 80 * 6.3
@@ -157,7 +160,7 @@ def test_littles_law() -> None:
 
 
 def walk(**fields: object) -> Walk:
-    """A loop of 1000 cycles of which 100 are a unit's, with two blocks ahead, two programs at once."""
+    """A loop of 1000 cycles, 100 of which keep a unit busy, with two blocks in flight and two resident programs."""
     found = Walk(
         kernel="split_kernel", loop=0, num_warps=4, num_stages=3, registers=128, spilled=0, shared=0, programs=2,
         buffers=(), stages=2, least_wait=2, copied=4096, in_flight=8192, chain=1000.0,
@@ -171,7 +174,7 @@ def test_what_programs_at_once_can_reach() -> None:
     assert walk().reachable(1000.0) == pytest.approx(2 * 4096 / 1000 * every)
     assert walk().reachable(1500.0) == pytest.approx(2 * 4096 / 1200 * every)
     assert walk().reachable(1000.0, 0.5) == pytest.approx(0.5 * 4096 / 1000 * every)
-    assert walk(programs=20).reachable(1000.0) == pytest.approx(4096 / 100 * every)  # all that the unit gives
+    assert walk(programs=20).reachable(1000.0) == pytest.approx(4096 / 100 * every)  # all that the busiest unit can do
 
 
 def test_a_kernel_ends_with_its_longest_program() -> None:
@@ -208,7 +211,7 @@ def test_a_loop_must_be_known_or_ahead_and_no_longer_known_then() -> None:
 
 
 def test_a_kernel_is_compiled_and_read(tmp_path: Path) -> None:
-    """Fewer stages than the heuristic's leave one buffer, which is waited for at once."""
+    """With fewer stages than the heuristic's, a kernel has only one buffer and waits for it at once."""
     pytest.importorskip("triton")
     file = tmp_path / "loops.json"
     command = ("benchmarks.compiled.pipelines", "--cases", "decode_64x4k", "--kernels", "split_kernel", "--jobs", "1")
@@ -222,7 +225,7 @@ def test_a_kernel_is_compiled_and_read(tmp_path: Path) -> None:
 
 
 def test_the_indexers_decoding_reaches_the_bandwidth() -> None:
-    """At least 85 % of it, with queries of 8 bits and of 16."""
+    """The indexer's decode reaches at least 85 % of the bandwidth, with 8-bit and with 16-bit queries."""
     pytest.importorskip("triton")
     cases = ("indexer_decode_64x32k", "indexer_decode_bf16_queries")
     command = ("benchmarks.compiled.pipelines", "--cases", *cases, "--kernels", "walk_logits_kernel", "--jobs", "1")
@@ -232,6 +235,6 @@ def test_the_indexers_decoding_reaches_the_bandwidth() -> None:
 
 
 def test_decode_loops_keep_keys_ahead() -> None:
-    """But for those that are known not to; whoever mends one takes it from the list."""
+    """All decode loops prefetch keys, except those that the gate lists. A fixed loop must be removed from the list."""
     pytest.importorskip("triton")
     printed("-m", "benchmarks.compiled.gate", "--jobs", "1")

@@ -1,10 +1,10 @@
-"""Runs a notebook of this folder without Jupyter, and compares what its cells print with what is stored in it.
+"""Runs a notebook of this folder without Jupyter, and compares the output of its cells with the stored output.
 
     python docs/notebooks/run.py docs/notebooks/paged_attention_from_zero.ipynb
-    python docs/notebooks/run.py --write docs/notebooks/paged_attention_from_zero.ipynb    # stores what they print
+    python docs/notebooks/run.py --write docs/notebooks/paged_attention_from_zero.ipynb    # stores their output
 
-The code cells run in order, in one namespace, in this process. What a cell with the tag `varies` prints depends on the
-machine, on versions or on how many checks the suite has, and is not compared.
+The code cells run in order, in one namespace, in this process. The output of a cell with the tag `varies` is not
+compared: it depends on the machine, on versions or on the number of checks in the suite.
 """
 
 import argparse
@@ -23,9 +23,9 @@ MAGIC = "%%writefile "  # the one magic that the notebooks use: the rest of the 
 
 
 def run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
-    """Run one cell and return what it printed."""
+    """Run one cell and return its output."""
     printed = io.StringIO()
-    # Tracebacks look the source up here, and so does Triton.
+    # Tracebacks and Triton look up the source here.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     with contextlib.redirect_stdout(printed):
         if source.startswith(MAGIC):
@@ -39,19 +39,19 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
 
 
 def stored(cell: dict[str, Any]) -> str:
-    """What a cell printed when the notebook was written."""
+    """The output of a cell that is stored in the notebook."""
     return "".join("".join(output["text"]) for output in cell["outputs"])
 
 
 def outputs_of(printed: str) -> list[dict[str, Any]]:
-    """What was printed, in the form of the format's outputs."""
+    """A cell's output in the notebook format."""
     if not printed:
         return []
     return [{"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)}]
 
 
 def run(notebook: dict[str, Any], name: str) -> list[str]:
-    """Run all code cells, put what they print in place of what is stored, and return what differs, as lines."""
+    """Run all code cells and store their output in `notebook`. Returns how it differs from the old output, as lines."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     differences: list[str] = []
     for number, cell in enumerate(notebook["cells"], 1):
@@ -67,17 +67,17 @@ def run(notebook: dict[str, Any], name: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if every cell ran and printed what is stored, 1 if not."""
+    """Return 0 if every cell ran and printed the stored output, otherwise 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("notebook", type=Path)
-    parser.add_argument("--write", action="store_true", help="store what the cells print")
+    parser.add_argument("--write", action="store_true", help="store the output of the cells")
     options = parser.parse_args(argv)
     path = options.notebook.resolve()  # a notebook may change the working directory
     notebook = json.loads(path.read_text())
     try:
         differences = run(notebook, path.name)
     except Exception:
-        traceback.print_exc()  # unlike the interpreter's own, this shows the lines of cells
+        traceback.print_exc()  # unlike the interpreter's own traceback, this one shows the lines of cells
         return 1
     if options.write:
         path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
