@@ -31,6 +31,7 @@ from tests.tensors import ints, strided
 T, H, D = 7, 3, 16  # the last token is padding
 P, G, M, S = 6, 4, 3, 3
 TABLES = {"page_indices": [[4, 0, 99], [1, 2, 5], [-1, 3, 2]], "kv_lens": [7, 12, 9], "cu_q_lens": [0, 2, 3, 6]}
+SLOTS = [1, 2, 23, 14, 15, 8, -1]  # those that the tables give to the tokens
 RANGES = {"starts": [0, 3, 5, 0, 9, 2, 4], "stops": [9, 9, 5, 1, 3, 40, 8]}
 KINDS = ("plain", "scaled", "bytes", "packed")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -85,6 +86,8 @@ def test_the_others_pass_opcheck() -> None:
     check_operator("top_k_indices", whole(3, 9), 4, ints(0, 2, 5))
     check_operator("quantize_indexer_keys", whole(5, D), power_of_two=True)
     check_operator("write_indexer_cache", whole(3, D), pages_of_bytes(), torch.tensor([1, -1, 5]))
+    tables = {name: ints(*value) for name, value in TABLES.items()}
+    check_operator("write_indexer_cache", whole(T, D), pages_of_bytes(), **tables, num_seqs=ints(2))
 
 
 def engine_step(q: Any, new: Any, weights: Any, cache: Any, slots: Any, tables: Any) -> Any:
@@ -192,6 +195,24 @@ def test_how_many_sequences_live_may_be_a_number_or_an_array(operation: str, cou
     for backend in ("reference", "eager", "numba"):
         for form in (count, ints(count)):
             assert torch.equal(call(operation, given, backend, num_seqs=form), want)
+
+
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_keys_are_written_by_the_tables_of_the_live_sequences(count: int) -> None:
+    """`num_seqs` may be a number or an array, tables may be a tuple, and tables give the slots of `SLOTS`."""
+    k, want = whole(T, D), pages_of_bytes()
+    tables: dict[str, Any] = {name: ints(*value) for name, value in TABLES.items()}
+    live = torch.arange(T) < TABLES["cu_q_lens"][count]
+    rt.write_indexer_cache(k, want, torch.where(live, ints(*SLOTS), -1), backend="reference")
+    for backend in ("reference", "eager", "numba"):
+        for form in (count, ints(count)):
+            cache = pages_of_bytes()
+            assert rt.write_indexer_cache(k, cache, **tables, num_seqs=form, backend=backend) is cache
+            assert torch.equal(cache, want)
+    cache = pages_of_bytes()
+    in_order = tables["page_indices"], tables["kv_lens"], tables["cu_q_lens"]
+    rt.write_indexer_cache(k, cache, in_order, num_seqs=count)
+    assert torch.equal(cache, want)
 
 
 # ---- layouts of operands
@@ -377,6 +398,19 @@ def test_how_many_sequences_live_may_be_traced(operation: str, count: int) -> No
     traced = jax.jit(lambda count: jax_call(operation, "bytes", num_seqs=count))
     assert identical(traced(jnp.asarray([count], jnp.int32)), want)
     assert identical(jax_call(operation, "bytes", num_seqs=count), want)
+
+
+@pytest.mark.parametrize("backend", ["reference", "xla", "numba"])
+@pytest.mark.parametrize("count", [0, 2, 3])
+def test_keys_are_written_by_traced_tables(count: int, backend: str) -> None:
+    k, cache = as_jax(whole(T, D)), as_jax(pages_of_bytes())
+    tables: dict[str, Any] = {name: jnp.asarray(value, jnp.int32) for name, value in TABLES.items()}
+    slots = jnp.where(jnp.arange(T) < TABLES["cu_q_lens"][count], jnp.asarray(SLOTS, jnp.int32), -1)
+    want = rj.write_indexer_cache(k, cache, slots, backend="reference")
+    write = functools.partial(rj.write_indexer_cache, k, cache, backend=backend)
+    assert identical(write(**tables, num_seqs=count), want)
+    traced = jax.jit(lambda tables, count: write(**tables, num_seqs=count))
+    assert identical(traced(tables, jnp.asarray([count], jnp.int32)), want)
 
 
 def test_what_is_not_seen_is_minus_infinity_for_both() -> None:

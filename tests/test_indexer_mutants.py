@@ -355,18 +355,29 @@ def powers_round_down(k: Any, power_of_two: bool = False) -> Any:
     return codes, (scales.view(np.uint32) & 0xFF800000).view(np.float32) if power_of_two else scales
 
 
-def written_at_slot_zero(k: Any, cache: Any, slot_mapping: Any, power_of_two: bool = False) -> Any:
-    return honest_write(k, cache, np.where(np.asarray(slot_mapping) < 0, 0, slot_mapping), power_of_two)
+def written_at_slot_zero(k: Any, cache: Any, slot_mapping: Any, **others: Any) -> Any:
+    if slot_mapping is not None:
+        slot_mapping = np.where(np.asarray(slot_mapping) < 0, 0, slot_mapping)
+    return honest_write(k, cache, slot_mapping, **others)
 
 
-def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, power_of_two: bool = False) -> Any:
-    new = honest_write(k, cache, slot_mapping, power_of_two)
+def written_one_early(k: Any, cache: Any, slot_mapping: Any, kv_lens: Any, **others: Any) -> Any:
+    return honest_write(k, cache, slot_mapping, kv_lens=None if kv_lens is None else kv_lens - 1, **others)
+
+
+def written_from_every_sequence(k: Any, cache: Any, slot_mapping: Any, num_seqs: Any, **others: Any) -> Any:
+    del num_seqs
+    return honest_write(k, cache, slot_mapping, **others)
+
+
+def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, **others: Any) -> Any:
+    new = honest_write(k, cache, slot_mapping, **others)
     values, scales = (np.array(plane) for plane in pieces.planes(new))
     return np.concatenate([values, scales], axis=-1).reshape(new.shape)
 
 
 # Mutants that 120 random calls may miss: they need a table with more sequences than live ones, or nearly equal logits.
-RARE = {"num_seqs_is_ignored", "of_upper_bits", "negative_zero_is_less"}
+RARE = {"num_seqs_is_ignored", "written_from_every_sequence", "of_upper_bits", "negative_zero_is_less"}
 
 
 def caught(runner: Runner, words: tuple[str, ...], name: str = "") -> None:
@@ -428,6 +439,8 @@ def test_wrong_codes_are_caught(plant: Callable[..., Runner], mutant: Function) 
     caught(plant(quantize_indexer_keys=mutant), ("indexer keys quantised",))
 
 
-@pytest.mark.parametrize("mutant", [written_at_slot_zero, scales_beside_values])
+@pytest.mark.parametrize(
+    "mutant", [written_at_slot_zero, written_one_early, written_from_every_sequence, scales_beside_values]
+)
 def test_a_wrong_write_is_caught(plant: Callable[..., Runner], mutant: Function) -> None:
-    caught(plant(write_indexer_cache=mutant), ("indexer keys written",))
+    caught(plant(write_indexer_cache=mutant), ("indexer keys written",), mutant.__name__)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from ragged_attention.testing.indexer.gradients import LogitsGradientSpec
 from ragged_attention.testing.indexer.key_specs import QuantizeKeysSpec, SelectSpec, WriteKeysSpec
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerSpec
+from ragged_attention.testing.indexer.table_writes import TableWriteSpec
 from ragged_attention.testing.indexer.targets import TargetSpec
 from ragged_attention.testing.paged.strategies import SEEDS, sequence
 
@@ -88,6 +89,12 @@ def target_specs(draw: st.DrawFn, *, clean: bool = False) -> TargetSpec:
         wider=draw(st.booleans()),
         lens=draw(st.sampled_from([None, "any", "wild"])) if listed else None,
     )
+
+
+@st.composite
+def table_write_specs(draw: st.DrawFn) -> TableWriteSpec:
+    """Any valid `write_indexer_cache` call by tables."""
+    return TableWriteSpec(of=draw(indexer_specs(packed=False)), power_of_two=draw(st.booleans()))
 
 
 select_specs = st.builds(

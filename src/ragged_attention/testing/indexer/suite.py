@@ -23,6 +23,7 @@ from ragged_attention.testing.indexer.strategies import (
     logits_gradient_specs,
     quantize_keys_specs,
     select_specs,
+    table_write_specs,
     target_specs,
     write_keys_specs,
 )
@@ -85,6 +86,7 @@ def agreement() -> Iterator[Check]:
     for name, check, strategy in (
         ("indexer keys quantised on drawn rows", check_quantize_keys, quantize_keys_specs),
         ("indexer keys written on drawn rows", check_write_keys, write_keys_specs),
+        ("indexer keys written by drawn tables", check_write_keys, table_write_specs()),
     ):
         yield Check("agreement", name, on_drawn(built(check), strategy, 0.5))
 

@@ -13,6 +13,7 @@ from ragged_attention.testing.indexer.oracle import canonical
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec
 from ragged_attention.testing.runner import Runner
 
+TABLES = ("page_indices", "kv_lens", "cu_q_lens", "num_seqs")
 MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 
 
@@ -30,32 +31,36 @@ def slots_of(batch: IndexerBatch) -> NDArray[np.int32]:
     return slots
 
 
-def by_tables(spec: IndexerSpec, *, power_of_two: bool = False) -> tuple[WriteKeysBatch, NDArray[np.int32]]:
-    """The write of a step's new keys by the tables of an indexer's call, and the slots of those keys.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableWriteSpec:
+    """The parameters of a `write_indexer_cache` call by the tables of an indexer's call."""
 
-    A key without a slot is NaN.
-    """
-    spec = dataclasses.replace(
-        spec, packed=False, relative=False, max_keys=None, ratio=1, cache_dtype=BYTES, repeated_pages=False
-    )
-    batch, rng = spec.build(), np.random.default_rng(spec.seed + 1)
-    slots = slots_of(batch)
-    dtype = "bfloat16" if spec.dtype == E4M3 else spec.dtype
-    k = formats.rounded(rng.standard_normal((len(batch.q), spec.head_dim)), dtype)
-    k[slots < 0] = np.nan
-    tables = {name: getattr(batch, name) for name in ("page_indices", "kv_lens", "cu_q_lens", "num_seqs")}
-    write = WriteKeysBatch(
-        k=k, cache=batch.keys, power_of_two=power_of_two, **tables, dtype=dtype, strided=spec.strided
-    )  # fmt: skip
-    return write, slots
+    of: IndexerSpec
+    power_of_two: bool = False
+
+    def paged(self) -> IndexerBatch:
+        """The indexer's call, over pages of bytes in which no two positions share a slot."""
+        fixed = {"packed": False, "relative": False, "max_keys": None, "ratio": 1, "repeated_pages": False}
+        return dataclasses.replace(self.of, **fixed, cache_dtype=BYTES).build()
+
+    def build(self) -> WriteKeysBatch:
+        batch, rng = self.paged(), np.random.default_rng(self.of.seed + 1)
+        dtype = "bfloat16" if self.of.dtype == E4M3 else self.of.dtype
+        k = formats.rounded(rng.standard_normal((len(batch.q), self.of.head_dim)), dtype)
+        k[slots_of(batch) < 0] = np.nan
+        tables = {name: getattr(batch, name) for name in TABLES}
+        return WriteKeysBatch(
+            k=k, cache=batch.keys, power_of_two=self.power_of_two, **tables, dtype=dtype, strided=self.of.strided
+        )
 
 
 def tables_are_slots(runner: Runner, spec: IndexerSpec) -> None:
     """A write by the tables of a step changes the cache as one by the slots that the tables give."""
-    write, slots = by_tables(spec)
-    none = dict.fromkeys(("page_indices", "kv_lens", "cu_q_lens", "num_seqs"))
-    want = runner.run("write_indexer_cache", write.change(slot_mapping=slots, **none))
-    identical(canonical(runner.run("write_indexer_cache", write)), canonical(want), "cache")
+    write = TableWriteSpec(of=spec)
+    by_tables = write.build()
+    by_slots = by_tables.change(slot_mapping=slots_of(write.paged()), **dict.fromkeys(TABLES))
+    want = canonical(runner.run("write_indexer_cache", by_slots))
+    identical(canonical(runner.run("write_indexer_cache", by_tables)), want, "cache")
 
 
 SPECS: dict[str, IndexerSpec] = {
@@ -72,8 +77,13 @@ SPECS: dict[str, IndexerSpec] = {
 }
 
 
-def corner(spec: IndexerSpec) -> Callable[[], WriteKeysBatch]:
-    return lambda: by_tables(spec, power_of_two=spec.page_size == 3)[0]
+def _fewer_sequences() -> WriteKeysBatch:
+    """A write whose entries past the live sequences would be valid as two more sequences."""
+    batch = TableWriteSpec(of=IndexerSpec(lens=(*MIXED, (2, 9), (3, 3)))).build()
+    return batch.change(num_seqs=np.array([len(MIXED)], np.int32))
 
 
-CORNERS: dict[str, Callable[[], WriteKeysBatch]] = {name: corner(spec) for name, spec in SPECS.items()}
+CORNERS: dict[str, Callable[[], WriteKeysBatch]] = {
+    **{name: TableWriteSpec(of=spec, power_of_two=spec.page_size == 3).build for name, spec in SPECS.items()},
+    "tables, sequences that do not count": _fewer_sequences,
+}
