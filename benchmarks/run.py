@@ -1,10 +1,10 @@
-"""Times named cases on the device that is here.
+"""Times named cases on this machine's device.
 
     ragged-attention bench [CASE ...] [--framework torch|jax] [--backend NAME ...] [--peers] [--rounds N] [--json FILE]
 
-Before a speed is printed, rows of the very result are held to the definition in float64; a backend that fails this
-check has no speed. On a GPU torch's times are of kernels alone with a cold L2 cache; jax's, and all on a CPU, are by
-the clock. Without a GPU the cases are run scaled down.
+Before a speed is printed, some rows of the very result are compared with the reference in float64. A backend that fails
+this check gets no speed. On a GPU, torch's times are of kernels alone with a cold L2 cache. jax's times, and all times
+on a CPU, are measured by the clock. Without a GPU the cases run scaled down.
 """
 
 import argparse
@@ -30,12 +30,12 @@ from ragged_attention import dispatch
 from ragged_attention.tools.arguments import Parser, at_least
 
 DEFAULT_CASES = ("decode_64x4k", "mixed_2q2k_32q1s1k")
-SMALL_LENGTH = 512  # of the longest sequence, where a CPU stands in
+SMALL_LENGTH = 512  # the longest sequence if there is no GPU
 
 
 @dataclasses.dataclass
 class Result:
-    """One backend or peer on one case."""
+    """The result of one backend or peer for one case."""
 
     case: str
     workload: str
@@ -44,10 +44,10 @@ class Result:
     spread: float = 0.0
     share_of_floor: float | None = None
     bound: str = ""
-    ratio: float | None = None  # of this one's time to the first backend's: above 1, ours is faster
+    ratio: float | None = None  # the time relative to the first backend's: above 1, ours is faster
     host_seconds: float | None = None
     graphed: bool = False
-    why: str = ""  # there is no time
+    why: str = ""  # why there is no time, or a note about it
 
     def as_json(self) -> dict[str, Any]:
         return {name: value for name, value in dataclasses.asdict(self).items() if value not in (None, "")}
@@ -55,7 +55,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The device in use, and its ceilings where they were measured."""
+    """The device, and its rates if they were measured."""
 
     framework: str
     gpu: bool
@@ -91,7 +91,7 @@ def make_inputs(case: Case, machine: Machine, seed: int) -> dict[str, Any]:
 
 
 def to_numpy(array: Any) -> Any:
-    """On the host: floats as float64, 8-bit floats as their bits."""
+    """An array on the host: floats as float64, 8-bit floats as their bits."""
     name = "torch" if type(array).__module__.partition(".")[0] == "torch" else "jax"
     if name == "torch":
         from ragged_attention.torch import _launcher as launcher
@@ -101,7 +101,7 @@ def to_numpy(array: Any) -> Any:
 
 
 def our_call(case: Case, inputs: dict[str, Any], machine: Machine, backend: str) -> Callable[[], Any]:
-    """One call of the operation by a named backend."""
+    """A function that makes one call of the operation on a backend."""
     if machine.framework == "torch":
         function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
         return functools.partial(function, **inputs, backend=backend)
@@ -118,7 +118,7 @@ def our_call(case: Case, inputs: dict[str, Any], machine: Machine, backend: str)
 def run_case(
     case: Case, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
 ) -> list[Result]:
-    """Check, then time, every backend and peer on one case."""
+    """Check, then time, every backend and peer for one case."""
     inputs = make_inputs(case, machine, seed)
     results: list[Result] = []
     calls: dict[str, Callable[[], Any]] = {}
@@ -132,9 +132,10 @@ def run_case(
             case.check(inputs, out, to_numpy)
         except AssertionError as wrong:
             result.why = _wrong_result_note(wrong)
-            if who in backends:  # another's looser results keep their time, with a note; ours get none
+            # a peer's less exact results keep their time, with a note; a wrong result of ours gets no time
+            if who in backends:
                 del calls[who]
-        except Exception as error:  # a contender that fails is a row of the table, not the end of it
+        except Exception as error:  # a failing contender is a row of the table, and does not end the run
             result.why = f"{type(error).__name__}: {_reason(error)}"
     _time(calls, {result.who: result for result in results}, case, machine, rounds)
     return results
@@ -175,7 +176,7 @@ def _time(
             try:
                 timed[who] = timing.captured(call)
                 results[who].graphed = True
-            except Exception:  # what cannot be captured is timed as it is called
+            except Exception:  # a call that cannot be captured is timed without a graph
                 timed[who] = call
         times = timing.on_gpu(timed, rounds=rounds)
     else:
@@ -211,7 +212,7 @@ HEADS = ("case", "who", "us", "spread", "% of floor", "time / ours", "host us", 
 
 
 def cells(result: Result) -> tuple[str, ...]:
-    """A result as text, in the order of `HEADS`."""
+    """A result as table cells, in the order of `HEADS`."""
 
     def number(value: float | None, factor: float = 1.0, places: int = 1) -> str:
         return "" if value is None else f"{value * factor:.{places}f}"
@@ -276,7 +277,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_red(result: Result) -> bool:
-    """Whether this is one of ours whose numbers are wrong."""
+    """Whether the result is a backend of ours with wrong numbers."""
     return result.seconds is None and result.why.startswith("wrong:")
 
 

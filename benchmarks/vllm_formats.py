@@ -269,7 +269,7 @@ def turned_back(x: Any) -> Any:
 
 
 def written(k: Any, kinds: Any, backend: str | None, k_scale: float | None) -> tuple[Any, Any]:
-    """The bytes that `write_kv_pages` stores for rows [N, K, D]: pages of codes and of scales, each `(dtype, width)`."""
+    """The bytes that `write_kv_pages` stores for rows [N, K, D]. Codes and scales each have a `(dtype, width)`."""
     import torch
 
     from ragged_attention.torch import write_kv_pages

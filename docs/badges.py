@@ -1,9 +1,9 @@
-"""Draw the badges at the top of README.md, as SVG that needs nothing from elsewhere.
+"""Draw the badges at the top of README.md, as self-contained SVG.
 
     python docs/badges.py build/tests.json [FOLDER]
 
-`make status` writes them to docs/pictures/badges/ from the record of a run of the tests. Continuous integration writes
-those of its own run to build/badges/, where a host can pick them up.
+`make status` writes them to docs/pictures/badges/ from the record of a test run. Continuous integration writes
+the badges of its own run to build/badges/, where a host can find them.
 """
 
 import argparse

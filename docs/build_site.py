@@ -1,13 +1,13 @@
-"""Build the documentation's site in build/site and check every link of it.
+"""Build the documentation site in build/site and check all its links.
 
     python docs/build_site.py
-    python docs/build_site.py --version 0.2.0    # build/versions/0.2.0, beside the versions that are there already
+    python docs/build_site.py --version 0.2.0    # build/versions/0.2.0, beside the existing versions
 
-The pages of docs/ link to files elsewhere in the repository. Those become pages too: Markdown as it is, code as a
-listing, below repository/. So the site needs nothing from anywhere, and can be read from a disk.
+The pages of docs/ link to files elsewhere in the repository. Those files become pages below repository/: Markdown as it
+is, code as a listing. So the site needs nothing from other places, and can be read from a disk.
 
-The search finds pages, not listings or the changelog, and of pages of measurements it reads the introductions and
-headings alone. docs/site_search.py lists searches and the pages that they must find.
+The search finds pages, but not listings or the changelog. On pages with measurements it only reads the introductions
+and headings. docs/site_search.py lists searches with the pages that they must find.
 
 If pyproject.toml names the repository among its URLs, every page links to it.
 """
@@ -39,7 +39,7 @@ HTML_LINK = re.compile(r'\b(src|srcset|href)="([^"\s#]+)(#[^"\s]*)?"')
 LIST_ITEM = re.compile(r"\s*([-*+]|\d+\.)\s")
 COMMAND = re.compile(r"    (pip|python3?|make|git|cp|torchrun|vllm|ragged-attention|\.venv/bin/\S+|[A-Z_]+=\S+) ")
 NOT_SEARCHED = {Path("repository/CHANGELOG.md")}
-# Generated tables and findings: their numbers would hide the pages that explain.
+# Pages with generated tables and findings, whose numbers would hide the pages that explain.
 SEARCHED_BY_HEADINGS = {
     f"{name}.html"
     for name in (
@@ -55,7 +55,7 @@ PAIR = re.compile(
 
 
 def place(path: Path) -> Path:
-    """Where a file of the repository stands among the site's sources, relative to them."""
+    """The place of a repository file among the site's sources, relative to them."""
     path = path.relative_to(DOCS) if path.is_relative_to(DOCS) else Path("repository") / path.relative_to(ROOT)
     if path.suffix in AS_IT_IS | {".md"}:
         return path
@@ -63,7 +63,7 @@ def place(path: Path) -> Path:
 
 
 def linked(path: Path, target: str) -> Path:
-    """The file that a link in a page leads to; of a folder its README."""
+    """The file to which a link in a page leads. For a folder it is its README."""
     found = (path.parent / target).resolve()
     found = found / "README.md" if found.is_dir() else found
     if not found.is_file() or not found.is_relative_to(ROOT):
@@ -72,7 +72,7 @@ def linked(path: Path, target: str) -> Path:
 
 
 def page(path: Path) -> str:
-    """A file's Markdown, with links as the repository has them."""
+    """A file as Markdown, with links as in the repository."""
     if path.suffix == ".ipynb":
         return notebook(path)
     text = path.read_text()
@@ -86,7 +86,7 @@ def page(path: Path) -> str:
 
 
 def notebook(path: Path) -> str:
-    """A notebook's cells, code and what it printed as fenced blocks."""
+    """A notebook's cells as Markdown, with code and output as fenced blocks."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"]).rstrip()
@@ -98,7 +98,7 @@ def notebook(path: Path) -> str:
 
 
 def navigation() -> list[Path]:
-    """The pages that the navigation lists, in order."""
+    """The pages in the navigation, in order."""
     waiting, found = [tomllib.loads(CONFIG.read_text())["project"]["nav"]], []
     while waiting:
         entry = waiting.pop(0)
@@ -110,7 +110,7 @@ def navigation() -> list[Path]:
 
 
 def stage(source: Path) -> list[Path]:
-    """Lay out the site's sources; returns their paths below `source`."""
+    """Lay out the site's sources. Returns their paths relative to `source`."""
     waiting = [path for path in sorted(DOCS.rglob("*")) if path.suffix in AS_IT_IS | {".md", ".ipynb"}]
     waiting += [ROOT / path.relative_to("repository") for path in navigation() if path.parts[0] == "repository"]
     placed: dict[Path, Path] = {}
@@ -133,9 +133,9 @@ def stage(source: Path) -> list[Path]:
 
 
 def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
-    """A page whose links lead to where files stand on the site, and those files.
+    """A page with links to places on the site, and the linked files.
 
-    A picture in light and in dark follows the site's switch, not the system alone as `<picture>` does.
+    A picture with a light and a dark version follows the site's switch. `<picture>` would only follow the system.
     """
     found: list[Path] = []
     text = PAIR.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", text)
@@ -150,7 +150,7 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
         return f"]({target(link[1])}{link[2] or ''})"
 
     def moved_html(link: re.Match) -> str:
-        # The generator renames pages that Markdown links to, and leaves HTML alone.
+        # The generator renames pages in Markdown links, but not in HTML.
         place = re.sub(r"\.md$", ".html", re.sub(r"\bREADME\.md$", "index.html", target(link[2])))
         return f'{link[1]}="{place}{link[3] or ""}"'
 
@@ -161,7 +161,7 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
 
 
 def told_apart(text: str) -> Iterator[tuple[str, bool]]:
-    """The lines of a page; of each, whether it is code."""
+    """Yield the lines of a page, each with whether it is code."""
     fence = ""
     for line in text.splitlines(keepends=True):
         is_code = bool(fence) or line.startswith("    ")
@@ -171,7 +171,7 @@ def told_apart(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def fenced(text: str) -> str:
-    """A page in which commands have fences in place of indentation, so that they are shown as those of a shell."""
+    """A page with fences around indented commands, so that they are shown as shell code."""
     parts: list[str] = []
     fence, is_list = "", False
     for part in re.split(r"(\n{2,})", text):
@@ -188,7 +188,7 @@ def fenced(text: str) -> str:
 
 
 class Page(HTMLParser):
-    """What a built page leads to and loads, and the places in it that links can name."""
+    """The links of a built page, the resources that it loads, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -207,12 +207,12 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> Iterator[str]:
-    """Links of a built site that lead nowhere, and whatever it would load from elsewhere."""
+    """The broken links of a built site, and the resources that it would load from elsewhere."""
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
     for path, read in pages.items():
         where = path.relative_to(site)
         yield from (f"{where}: loads {link} from elsewhere" for link in read.loaded if urlsplit(link).netloc)
-        # The page for addresses that do not exist can be asked for at any depth, so its links are absolute.
+        # The page for missing addresses can be requested at any depth, so its links are absolute.
         for link in () if where.name == "404.html" else read.links + read.loaded:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
@@ -233,7 +233,7 @@ def configured(config: str, urls: Mapping[str, str]) -> str:
 
 
 def trimmed(index: dict[str, Any]) -> dict[str, Any]:
-    """The search's index without signatures, and without the text below the headings of SEARCHED_BY_HEADINGS."""
+    """The search index without signatures, and without the text below headings on the pages SEARCHED_BY_HEADINGS."""
     kept = []
     for section in index["items"]:
         page, _, heading = section["location"].partition("#")
@@ -246,7 +246,7 @@ def trimmed(index: dict[str, Any]) -> dict[str, Any]:
 
 
 def built(site: Path) -> list[str]:
-    """Build the site; returns its faults. The generator's own warnings are errors, by zensical.toml."""
+    """Build the site and return its faults. By zensical.toml, the generator's own warnings are errors."""
     for folder in (SOURCE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     stage(SOURCE)
@@ -254,7 +254,7 @@ def built(site: Path) -> list[str]:
     USED_CONFIG.write_text(configured(CONFIG.read_text(), project.get("urls", {})))
     command = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "--config-file", str(USED_CONFIG)]
     if code := subprocess.run(command, cwd=ROOT).returncode:
-        raise SystemExit(code)  # what is wrong has been printed
+        raise SystemExit(code)  # the generator has printed the errors
     search = SITE / "search.json"
     search.write_text(json.dumps(trimmed(json.loads(search.read_text()))))
     if site != SITE:
@@ -264,7 +264,7 @@ def built(site: Path) -> list[str]:
 
 
 def list_versions(folder: Path) -> None:
-    """Write what the selector of versions reads, the newest first, and a page that leads to the newest."""
+    """Write the data of the version selector, with the newest version first, and a page that leads to the newest."""
     found = [path.name for path in folder.iterdir() if path.is_dir()]
     found.sort(key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")], reverse=True)
     listed = [{"version": name, "title": name, "aliases": ["latest"] * (name == found[0])} for name in found]
@@ -274,7 +274,7 @@ def list_versions(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make docs-site", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--version", help="keep this one in build/versions, with the selector between them")
+    parser.add_argument("--version", help="build this version in build/versions, with a selector of versions")
     version = parser.parse_args().version
     site = VERSIONS / version if version else SITE
     found = built(site)

@@ -2,8 +2,8 @@
 
     python docs/operation_pages.py
 
-A page of an operation has an introduction and an example, written by hand, and below them what its docstring says, with
-the signature before the arguments, and what runs where from the table of docs/support.md. Nothing is imported:
+A page has an introduction and an example, written by hand. The generated part follows: the docstring, with the
+signature before the arguments, and the rows of docs/support.md about the operation. Nothing is imported, since
 functions are read as text.
 """
 
@@ -33,7 +33,7 @@ CODE = re.compile(r"(`[^`]+`)")
 
 @functools.cache
 def functions() -> dict[str, tuple[str, ast.FunctionDef]]:
-    """The public functions of both front ends by name, each with the path of its file; of overloads the last one."""
+    """The public functions of both front ends by name, each with the path of its file."""
     found: dict[str, tuple[str, ast.FunctionDef]] = {}
     for path in sorted((SOURCE / "operations").glob("*.py")):
         classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
@@ -44,13 +44,13 @@ def functions() -> dict[str, tuple[str, ast.FunctionDef]]:
 
 
 def offered(front_end: str) -> set[str]:
-    """The names of the operations that a front end's package offers."""
+    """The operations that a front end's package offers."""
     body = ast.parse((SOURCE / front_end / "__init__.py").read_text()).body
     return {ast.unparse(node.targets[0]) for node in body if isinstance(node, ast.Assign)} & functions().keys()
 
 
 def signature(function: ast.FunctionDef) -> str:
-    """A function's first lines with the arguments of both front ends, one argument a line."""
+    """A function's signature with the arguments of both front ends, one argument per line."""
     given = function.args
     defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
     lines = [_argument(*pair) for pair in zip(given.args, defaults, strict=True)][1:]
@@ -64,7 +64,7 @@ def signature(function: ast.FunctionDef) -> str:
 
 
 def about_signature(operation: str) -> str:
-    """The section of a page with the operation's signature, and what differs between the front ends."""
+    """The section of a page with the operation's signature and the differences between the front ends."""
     path, function = functions()[operation]
     text = signature(function)
     own = [argument.arg for argument in function.args.kwonlyargs if argument.arg in TORCH_ONLY]
@@ -84,7 +84,7 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def prose(text: str, own: str, operations: set[str]) -> str:
-    """A paragraph of a docstring as Markdown, in which other operations are links to their pages."""
+    """A paragraph of a docstring as Markdown. Names of other operations become links to their pages."""
     parts = []
     for part in CODE.split(text):
         if part.strip("`") in operations - {own} and part.startswith("`"):
@@ -95,15 +95,15 @@ def prose(text: str, own: str, operations: set[str]) -> str:
 
 
 def paragraphs(text: str) -> Iterator[tuple[bool, str]]:
-    """The paragraphs of a dedented text; of each, whether it is literal, being indented."""
+    """Yield the paragraphs of a dedented text, each with whether it is indented and therefore literal."""
     for paragraph in re.split(r"\n\n+", text.strip("\n")):
         yield paragraph.startswith("    "), paragraph
 
 
 def entries(text: str) -> Iterator[tuple[str, list[str]]]:
-    """What an `Args:` or `Raises:` section lists: names, and the parts of what is said of them.
+    """Yield the entries of an `Args:` or `Raises:` section: the names, and the parts of their description.
 
-    The first part is a paragraph. Each of the others is a paragraph or an item of a list, which begins with `- `.
+    The first part is a paragraph. Each other part is a paragraph or a list item, which begins with `- `.
     """
     for entry in re.split(r"\n(?=\S)", text):
         names, _, said = entry.partition(":")
@@ -115,7 +115,7 @@ def entries(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def entry(names: str, parts: list[str], own: str, operations: set[str]) -> str:
-    """An entry of a section as an item of a Markdown list, in which lists and further paragraphs are indented."""
+    """An entry of a section as an item of a Markdown list. Lists and further paragraphs in it are indented."""
     bold = ", ".join(f"`{name}`" for name in names.split(", "))
     text = f"- **{bold}**: {prose(parts[0], own, operations)}"
     for before, part in itertools.pairwise(parts):
@@ -125,7 +125,7 @@ def entry(names: str, parts: list[str], own: str, operations: set[str]) -> str:
 
 
 def sections(docstring: str) -> Iterator[tuple[str, str]]:
-    """The parts of a docstring in order, each with its heading; what stands in front of them has none."""
+    """Yield the parts of a docstring in order, each with its heading. The part before the first section has none."""
     heading, held = "", []
     for line in inspect.cleandoc(docstring).splitlines():
         if line in SECTIONS or (heading not in ("", REMARKS) and line and not line.startswith(" ")):
@@ -153,7 +153,7 @@ def described(docstring: str, own: str, operations: set[str]) -> str:
 
 
 def support(operation: str) -> str:
-    """The operation's rows of the table of what runs where."""
+    """The operation's rows of the support table."""
     table = (ROOT / "docs" / "support.md").read_text().partition(SUPPORT[0])[2].partition(SUPPORT[1])[0].splitlines()
     rows = [*table[:2], *(row for row in table if row.startswith(f"| `{operation}` |"))]
     return "".join(f"|{row.split('|', 2)[2]}\n" for row in rows)
@@ -171,7 +171,7 @@ def written(operation: str) -> str:
 
 
 def with_written(text: str, part: str) -> str:
-    """A page's text, its generated part written anew. What stands around the two lines is written by hand."""
+    """A page's text with its generated part replaced. The text around the two marks is written by hand."""
     before, found, rest = text.partition(BEGIN)
     if not found or END not in rest:
         raise ValueError(f"expected a page with the lines {BEGIN!r} and {END!r}")
@@ -179,7 +179,7 @@ def with_written(text: str, part: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The page of every operation as it should be."""
+    """The contents that the pages of all operations should have."""
     parts = {operation: written(operation) for operation in functions()}
     paths = {name: PAGES / f"{name}.md" for name in parts}
     return {path: with_written(path.read_text(), parts[name]) for name, path in paths.items()}

@@ -94,7 +94,7 @@ def normal(word: str) -> str:
 
 
 class Index:
-    """The words of an index such as search.json, and where each one is: for (section, field) the positions."""
+    """The words of an index such as search.json, with their positions in each (section, field)."""
 
     def __init__(self, index: Mapping[str, Any]) -> None:
         self.separator = re.compile(index["config"]["separator"])
@@ -108,7 +108,7 @@ class Index:
         self.sorted = sorted(self.places)
 
     def words(self, texts: Iterable[str]) -> Iterator[str]:
-        """The words of texts in order, without the tags of HTML. The text between two tags is divided by itself."""
+        """Yield the words of texts in order, without HTML tags. The text between two tags is split by itself."""
         for text in texts:
             for part in re.split(r"<[^>]*>", text):
                 yield from filter(None, self.separator.split(part))
@@ -121,7 +121,7 @@ class Index:
     def find(self, query: str) -> list[str]:
         """The locations of all sections that have the query's words, the best first."""
         words = [normal(word) for word in self.words([query])]
-        which: dict[str, int] = {}  # of each longer word, the query's word that it stands for
+        which: dict[str, int] = {}  # longer word -> the word of the query that it matches
         for number, word in sorted(enumerate(words), key=lambda pair: len(pair[1])):
             which.update(dict.fromkeys(self.beginning_with(word), number))
         marks: dict[tuple[int, str], list[tuple[int, int]]] = {}
@@ -136,19 +136,21 @@ class Index:
 
 
 def _rank(section: int, marks: Mapping[tuple[int, str], list[tuple[int, int]]]) -> list[tuple[int, ...]]:
-    """What sections are sorted by, for each field with a word of the query, the weightiest first."""
+    """The sort key of each matching section: its ranks by field, the weightiest field first."""
     keys: list[tuple[int, ...]] = []
     for field in sorted(WEIGHTS, key=lambda field: -WEIGHTS[field]):
         if (section, field) in marks:
             group = first_group(sorted(marks[section, field]))
             span = group[-1] - group[0] + 1 if len(group) > 1 else 10
             keys.append((-WEIGHTS[field], -len(group), span, group[0]))
-    return [*keys, (1,)]  # of two that begin alike, the one with more fields comes first
+    return [*keys, (1,)]  # of two equal prefixes, the one with more fields comes first
 
 
 def first_group(marks: Sequence[tuple[int, int]]) -> list[int]:
-    """The positions of the first group of a text's marks (position, word): different words, each within 10 places of
-    the one before it."""
+    """The positions of the first group of a text's marks, each of which is (position, word).
+
+    A group has different words, each within 10 places of the one before it.
+    """
     group = [marks[0]]
     for (before, word), (position, next_word) in itertools.pairwise(marks):
         if position - before > 10 or word == next_word:
@@ -175,7 +177,7 @@ def by_script(site: Path, queries: Sequence[str]) -> dict[str, list[str]]:
 
 
 def faults(site: Path, searches: Mapping[str, tuple[str, ...]] = SEARCHES) -> Iterator[str]:
-    """What searches do not find among their best results, and where `found` and the site's own script differ."""
+    """The searches that miss their pages among the best results, and the differences from the site's own script."""
     index = index_of(site)
     results = {query: index.find(query)[:10] for query in searches}
     for query, pages in searches.items():

@@ -55,11 +55,10 @@ def test_compiled_writing_quantising_and_scheduling() -> None:
 
 
 def test_a_thousand_batches_compile_few_variants() -> None:
-    """A serving engine compiles few kernel variants: numbers that change from step to step, such as lengths and
-    windows, do not cause a compilation.
+    """A serving engine compiles few kernel variants, because lengths and windows, which change every step, cause none.
 
-    The remaining variants come from block sizes that follow the batch size, and from table strides that are or are not
-    divisible by 16.
+    The remaining variants come from block sizes that follow the batch size, and from table strides that are divisible
+    by 16 or not.
     """
     pytest.importorskip("triton")
     done = apart("-m", "tests.serving_variants")
