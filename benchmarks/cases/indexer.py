@@ -17,7 +17,7 @@ from ragged_attention.calls import Call, Device
 from ragged_attention.calls.indexer import E4M3, SCALE_BYTES
 from ragged_attention.reference._kv_layout import encode
 from ragged_attention.reference.indexer_topk import indexer_topk
-from ragged_attention.tools.samples import FakeArray, IndexerSample
+from ragged_attention.tools.samples import TABLES, FakeArray, IndexerSample
 
 PAGES = 509  # number of random pages; a larger cache repeats them
 
@@ -100,9 +100,12 @@ class IndexerCase(Case, IndexerSample):
                     yield dataclasses.replace(self, listed=listed).call(operation, device)
             return
         yield self.attention_call(device)
-        for operation in ("indexer_logits", "top_k_indices", "quantize_indexer_keys", "write_indexer_cache"):
-            if operation != "write_indexer_cache" or self.cache_dtype == "uint8":
-                yield self.call(operation, device)
+        for operation in ("indexer_logits", "top_k_indices", "quantize_indexer_keys"):
+            yield self.call(operation, device)
+        if self.cache_dtype == "uint8":
+            yield self.call("write_indexer_cache", device)
+            slots = dict.fromkeys(TABLES) | {"slot_mapping": FakeArray((self.num_tokens,), "int64")}
+            yield self.call("write_indexer_cache", device, **slots)
 
     # ---- arguments
 
