@@ -2,13 +2,14 @@
 
     python -m benchmarks.compiled.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
+The command needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. It uses whichever Triton is
+imported. It fails if a kernel does not compile, spills, or needs more shared memory than the device has. On sm_90 it
+also fails if a kernel lacks wgmma although its products have enough rows, or lacks a proxy fence that wgmma needs. In
+the inner loops of workloads it rejects local memory and loads that are too narrow.
+
 benchmarks/results/compiled.txt lists the digests of all compilations that have passed, so a run compiles only what has
 changed and adds the compilations that pass. With `--afresh` it compiles everything. `--check` leaves the list as it is
 and compiles a sample of the passed compilations again. Each run writes its tables to build/compile_matrix_VERSION.md.
-
-benchmarks/results/compiled.txt lists the digests of all compilations that have passed, so a run compiles only what
-changed since then and adds what passes. With `--afresh` it compiles everything. `--check` leaves the list as it is and
-compiles a sample of what has passed a second time. Each run writes what it found to build/compile_matrix_VERSION.md.
 """
 
 import argparse
