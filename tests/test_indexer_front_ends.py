@@ -215,6 +215,26 @@ def test_keys_are_written_by_the_tables_of_the_live_sequences(count: int) -> Non
     assert torch.equal(cache, want)
 
 
+@pytest.mark.parametrize("ratio", [1, 4])
+def test_tables_of_a_compressed_cache_count_its_keys(ratio: int) -> None:
+    """Steps of any length, written by the tables that the docstring names, fill a cache as one write does."""
+    steps = torch.tensor([[5, 2], [1, 9], [0, 4], [7, 1]])  # new tokens of two sequences
+    page_indices, kv_lens = ints([4, 0, 5, 1], [2, 3, 7, 6]), torch.zeros(2, dtype=torch.int32)
+    keys = whole(2, 16, D)
+    cache, want = pages_of_bytes(8), pages_of_bytes(8)
+    for q_lens in steps.int():
+        before, kv_lens = kv_lens // ratio, kv_lens + q_lens
+        after = kv_lens // ratio
+        new = torch.cat([keys[seq, before[seq] : after[seq]] for seq in range(2)])
+        edges = torch.tensor([0, *(after - before)]).cumsum(0).int()
+        rt.write_indexer_cache(new, cache, page_indices=page_indices, kv_lens=after, cu_q_lens=edges)
+    rows = torch.cat([keys[seq, : kv_lens[seq] // ratio] for seq in range(2)])
+    edges = torch.tensor([0, *(kv_lens // ratio)]).cumsum(0).int()
+    rt.write_indexer_cache(rows, want, (page_indices, kv_lens // ratio, edges), backend="reference")
+    assert torch.equal(cache, want)
+    assert len(rows) == sum(steps.sum(0) // ratio)
+
+
 # ---- layouts of operands
 
 
