@@ -32,7 +32,7 @@ from deepseek_parts import (
     shuffled_pages,
 )
 
-from ragged_attention.testing import agrees
+from ragged_attention.testing.compare import agrees
 from ragged_attention.torch import (
     dequantize_mla_cache,
     indexer_topk,
