@@ -188,6 +188,7 @@ CALLS: dict[str, tuple[str, tuple[int, ...], dict[str, Any] | Callable[[], dict[
     "keys by slot": ("write_indexer_cache", (0,), lambda: {
         "k": normal(3, 32), "cache": pages_of_bytes(), "slot_mapping": ints(3, 22, 9),
     }),
+    "keys by table": ("write_indexer_cache", (0,), lambda: {"k": normal(5, 32), "cache": pages_of_bytes(), **TABLES}),
 }  # fmt: skip
 
 
