@@ -174,6 +174,7 @@ VALID: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 TABLES = {"slot_mapping": None, "kv_lens": ints(3, 8), "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4)}
 FLOATS = "float32 or float16 or bfloat16"
+CONVERT = ": convert it once, by .float() in torch or .astype('float32') in jax"
 EIGHT_BIT = "float8_e4m3fn or float8_e5m2 or float8_e4m3fnuz or int8"
 NO_SCALES = "their elements hold 4-bit codes, which have scales of their own"
 BYTES_OF_SCALES = (
@@ -359,9 +360,9 @@ PACKED = [
     varlen(TypeError, "expected causal to be a bool, got int", causal=1),
     varlen(InvalidInput, "expected sliding_window >= 1, got 0", sliding_window=0),
     varlen(InvalidInput, "expected soft_cap > 0, got 0.0", soft_cap=0.0),
-    varlen(InvalidInput, "expected sinks.dtype to be float32, got float16", sinks=ones(4, dtype=np.float16)),
+    varlen(InvalidInput, f"expected sinks.dtype to be float32, got float16{CONVERT}", sinks=ones(4, dtype=np.float16)),
     varlen(InvalidInput, "expected sinks.shape to be [H] = [4], got [2]", sinks=ones(2)),
-    varlen(InvalidInput, "expected alibi_slopes.dtype to be float32, got float16",
+    varlen(InvalidInput, f"expected alibi_slopes.dtype to be float32, got float16{CONVERT}",
            alibi_slopes=ones(4, dtype=np.float16)),
     varlen(InvalidInput, "expected alibi_slopes.shape to be [H] = [4], got [2]", alibi_slopes=ones(2)),
     varlen(TypeError, "expected relative_bias to be an array, got float", relative_bias=0.5),
@@ -671,8 +672,9 @@ STATIC = [
     attention(InvalidInput, "expected cu_q_lens.dtype to be int32, got uint8", cu_q_lens=ones(3, dtype=np.uint8)),
     attention(InvalidInput, "expected num_seqs to be int32 of shape [1], got int32[2]", num_seqs=ints(1, 1)),
     attention(InvalidInput, "expected num_seqs to be int32 of shape [1], got float32[1]", num_seqs=ones(1)),
-    attention(InvalidInput, "expected sinks.dtype to be float32, got float16", sinks=ones(4, dtype=np.float16)),
-    attention(InvalidInput, "expected alibi_slopes.dtype to be float32, got float16",
+    attention(InvalidInput, f"expected sinks.dtype to be float32, got float16{CONVERT}",
+              sinks=ones(4, dtype=np.float16)),
+    attention(InvalidInput, f"expected alibi_slopes.dtype to be float32, got float16{CONVERT}",
               alibi_slopes=ones(4, dtype=np.float16)),
     attention(InvalidInput, "expected k_scale to be a float array of shape [] or [num_kv_heads=2], got float32[3]",
               k_scale=ones(3)),
@@ -951,7 +953,7 @@ STATIC = [
     prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} with cache_format='plain', got uint8",
             kv=raw(2, 5, 1, 656), cache_format="plain"),
     prefill(InvalidInput, "expected indices.dtype to be int32, got float32", indices=ones(3, 1, 2)),
-    prefill(InvalidInput, "expected sinks.dtype to be float32, got float16", sinks=ones(4, dtype=np.float16)),
+    prefill(InvalidInput, f"expected sinks.dtype to be float32, got float16{CONVERT}", sinks=ones(4, dtype=np.float16)),
     prefill(InvalidInput, "expected topk_lens.dtype to be int32, got float32", topk_lens=ones(3)),
     prefill(InvalidInput, "expected q.shape to be [T, H, D], got [3, 32]", q=ones(3, 32)),
     prefill(InvalidInput, "expected q.shape[2] to be a multiple of 16 from 16 to 1024, got 40", q=ones(3, 4, 40)),

@@ -104,6 +104,8 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
         advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
         if dtype == "float4_e2m1fn_x2" and "uint8" in dtypes:
             advice = ": take its .view(torch.uint8)"
+        if shape == "H" and dtypes == ("float32",) and dtype in FLOATS:  # sinks and slopes, parameters of a model
+            advice = ": convert it once, by .float() in torch or .astype('float32') in jax"
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype}{advice}")
     letters = shape.split()
     got = tuple(value.shape)
