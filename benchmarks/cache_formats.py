@@ -217,13 +217,13 @@ def times(forms: Sequence[Format]) -> dict[str, Any]:
     """The least times relative to bfloat16, by number of keys. They are left out if two runs differ too much."""
     torch.set_num_threads(1)
     found = {str(keys): ratios(forms, keys) for keys in DECODED}
-    apart = max(apart for _, apart in found.values())
+    difference = max(difference for _, difference in found.values())
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": machine(),
         "torch": torch.__version__,
-        "apart": apart,
-        "over_bfloat16": {keys: kept for keys, (kept, _) in found.items()} if apart <= AGREEMENT else {},
+        "apart": difference,
+        "over_bfloat16": {keys: kept for keys, (kept, _) in found.items()} if difference <= AGREEMENT else {},
     }
 
 
@@ -289,10 +289,10 @@ def _errors_table(record: Mapping[str, Any]) -> str:
 def _times_table(record: Mapping[str, Any]) -> str:
     found = record["times"]
     if found is None or not found["over_bfloat16"]:
-        apart = "" if found is None else f": two runs differed by {100 * found['apart']:.0f} %"
+        difference = "" if found is None else f": two runs differed by {100 * found['apart']:.0f} %"
         return (
-            f'No times are kept{apart}. On an idle machine `make bench-formats ARGS="--save --times"` writes them\n'
-            "here, if two runs in turn agree within 10 %.\n"
+            f'No times are kept{difference}. On an idle machine `make bench-formats ARGS="--save --times"` writes\n'
+            "them here, if two runs, one after the other, agree within 10 %.\n"
         )
     columns = found["over_bfloat16"].values()
     lines = [

@@ -1,4 +1,4 @@
-"""A sample of another project's pytest cases on a CPU, and their outcomes. The runs of foreign suites share it.
+"""A sample of another project's pytest cases on a CPU, and their outcomes.
 
 The runs of foreign suites share this module.
 """

@@ -182,7 +182,7 @@ OWN = ("sdpa", "eager")
 PAGED = ("sdpa", "paged|eager")  # both compute over pages
 MODES = (
     Mode("prompts", f"prompts of {', '.join(map(str, LENGTHS))} tokens, padded", (OURS, *OWN), prompts, grouped),
-    Mode("decode", f"{NEW_TOKENS} tokens behind each", (OURS, *OWN), decode, grouped),
+    Mode("decode", f"{NEW_TOKENS} new tokens for each prompt", (OURS, *OWN), decode, grouped),
     Mode("batched", "8 such prompts by `generate_batch`", (OURS, *PAGED), batched, grouped),
     Mode("packed", "training on the 4, packed", (OURS, "sdpa"), packed, grouped),
     Mode("latent prompts", "latent attention: the prompts", (OURS, ABSORBED, "sdpa"), prompts, latent),

@@ -154,13 +154,11 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
         place = re.sub(r"\.md$", ".html", re.sub(r"\bREADME\.md$", "index.html", target(link[2])))
         return f'{link[1]}="{place}{link[3] or ""}"'
 
-    lines = [
-        line if is_code else HTML_LINK.sub(moved_html, LINK.sub(moved, line)) for line, is_code in told_apart(text)
-    ]
+    lines = [line if is_code else HTML_LINK.sub(moved_html, LINK.sub(moved, line)) for line, is_code in lines_of(text)]
     return "".join(lines), found
 
 
-def told_apart(text: str) -> Iterator[tuple[str, bool]]:
+def lines_of(text: str) -> Iterator[tuple[str, bool]]:
     """Yield the lines of a page, each with whether it is code."""
     fence = ""
     for line in text.splitlines(keepends=True):

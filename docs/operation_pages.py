@@ -25,9 +25,8 @@ TORCH_ONLY = ("out", "device")
 REMARKS = "what follows the sections"
 SECTIONS = {"Args:": "Arguments", "Returns:": "Returns", "Raises:": "Errors", REMARKS: "Remarks"}
 ABOUT_SUPPORT = """\
-The backends that take each call, in the order in which they are asked; the first is what `"auto"` picks. `portable` is
-`eager` in torch and `xla` in jax. Whether a kernel has been run on such a device:
-[what has run where](../status.md)."""
+The table lists the backends that support each call, in order of preference: `"auto"` uses the first. `portable` is
+`eager` in torch and `xla` in jax. [Another page](../status.md) shows on which devices each kernel has been run."""
 CODE = re.compile(r"(`[^`]+`)")
 
 

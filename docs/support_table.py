@@ -83,7 +83,7 @@ def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, s
 def of_scale_pages(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
     """Rows for caches with scale pages. Formats with a scale per token and head have their own row."""
     kinds = {
-        "a scale for each token and head of e4m3, e5m2, int8": (
+        "e4m3, e5m2, int8 with a scale for each token and head": (
             "e4m3_token_head",
             "e5m2_token_head",
             "int8_token_head",
@@ -103,7 +103,7 @@ KEYS = {
     "f32, f16, bf16 keys, packed or in pages": [
         IndexerSample(dtype=dtype, cache_dtype=dtype, packed=packed) for dtype in FLOATS for packed in (False, True)
     ],
-    "pages of bytes; 4 tokens a row; 1, 3, 32 heads of 32, 64, 256; pages of 1, 16": [
+    "pages of bytes; 4 tokens per row; 1, 3, 32 heads of dimension 32, 64, 256; pages of 1, 16": [
         IndexerSample(ratio=4),
         *(IndexerSample(num_q_heads=heads) for heads in (1, 3, 32)),
         *(IndexerSample(head_dim=head_dim) for head_dim in (32, 64, 256)),
@@ -147,7 +147,7 @@ BLOCKS_ROWS = {
                 for dtype in ("float8_e4m3fn", *FLOATS)
                 for stored in ("uint8", "float8_e4m3fn")
             ],
-            "1, 7 heads of 32, 256; 4 heads of keys; blocks of 1, 8, 256; pages of 1, 24": [
+            "1, 7 heads of dimension 32, 256; 4 key heads; blocks of 1, 8, 256; pages of 1, 24": [
                 *(BlocksSample(num_q_heads=heads) for heads in (1, 7)),
                 *(BlocksSample(head_dim=head_dim) for head_dim in (32, 256)),
                 BlocksSample(num_kv_heads=4),
@@ -181,7 +181,7 @@ ROWS = {
         dataclasses.replace(sample, return_max_logits=True) for sample in (DECODE, WIDE)
     ],
     ("ragged_paged_attention", "draft masks"): [dataclasses.replace(sample, draft=8) for sample in (DECODE, WIDE)],
-    ("ragged_paged_attention", "heads of 80, 96, 256, 512; ratio 7; pages of 24"): [
+    ("ragged_paged_attention", "head dimensions 80, 96, 256, 512; 7 query heads per KV head; pages of 24"): [
         *(dataclasses.replace(DECODE, head_dim=head_dim) for head_dim in (80, 96, 256, 512)),
         dataclasses.replace(DECODE, num_q_heads=28, num_kv_heads=4),
         dataclasses.replace(DECODE, page_size=24),
@@ -196,13 +196,13 @@ ROWS = {
     ("merge_attention_states", "f32, f16, bf16"): [dataclasses.replace(DECODE, dtype=dtype) for dtype in FLOATS],
     **of_floats("paged_attention", DECODE),
     **of_eight_bits("paged_attention", "pages with scales", DECODE),
-    ("paged_attention", "soft cap; heads of 80, 96, 256; ratio 7; pages of 24"): [
+    ("paged_attention", "soft cap; head dimensions 80, 96, 256; 7 query heads per KV head; pages of 24"): [
         dataclasses.replace(DECODE, soft_cap=30.0),
         *ODD_HEADS,
     ],
     **of_floats("prefill_attention", WIDE),
     **of_eight_bits("prefill_attention", "pages with scales", WIDE),
-    ("prefill_attention", "window, soft cap; heads of 80, 96, 256; ratio 7; pages of 24"): [
+    ("prefill_attention", "window, soft cap; head dimensions 80, 96, 256; 7 query heads per KV head; pages of 24"): [
         *(dataclasses.replace(WIDE, **change) for change in ({"sliding_window": 128}, {"soft_cap": 30.0})),
         *(dataclasses.replace(sample, num_tokens=512) for sample in ODD_HEADS),
     ],
@@ -229,7 +229,7 @@ ROWS = {
         dataclasses.replace(RAGGED_PLAIN[2], **change)
         for change in ({"sliding_window": 128}, {"soft_cap": 30.0}, {"sinks": True})
     ],
-    ("ragged_mla_attention", "a scale of its own for rotary columns"): [
+    ("ragged_mla_attention", "a separate scale for rotary columns"): [
         dataclasses.replace(RAGGED_PLAIN[2], stored="float8_e4m3fn", rope_scale=0.5)
     ],
     ("ragged_mla_attention", "largest logits"): [dataclasses.replace(RAGGED_PLAIN[2], return_max_logits=True)],
@@ -250,7 +250,7 @@ ROWS = {
         for operation in ("varlen_attention", "varlen_attention_backward")
         for what, samples in {
             "f32, f16, bf16": VARLEN,
-            "window, soft cap, sinks; heads of 40, 80, 256, 512, 192/128; ratio 7": ODD_VARLEN,
+            "window, soft cap, sinks; head dimensions 40, 80, 256, 512, 192/128; 7 query heads per KV head": ODD_VARLEN,
             "ranges of keys": [VarlenSample(causal=False, key_ranges=2)],
             "lists of blocks of keys": [VarlenSample(selected=16, block_size=size) for size in (1, 128)],
             "ALiBi, relative bias": [VarlenSample(**{name: True}) for name in BIASES],

@@ -22,7 +22,7 @@ from benchmarks.cases.mla import CASES
 from benchmarks.device import __main__ as device
 from benchmarks.device import carried, plan, precompile, prepare, publish, rehearse, summary, worker
 from benchmarks.device import cuda as device_cuda
-from benchmarks.device.pool import PhaseRun, Pool, environment, telling
+from benchmarks.device.pool import PhaseRun, Pool, environment, last_dump
 from benchmarks.device.record import NAME, Record
 from ragged_attention import dispatch
 from ragged_attention.kernels_cuda import _latent, _native, make_decode_schedule, mla_decode
@@ -252,11 +252,11 @@ def test_the_place_of_a_crash_is_kept() -> None:
     outer = [f'  File "library.py", line {number} in g' for number in range(200)]
     head = ["noise", "Fatal Python error: Aborted", "", "Current thread 0x1 (most recent call first):"]
     said = "\n".join([*head, *frames, *outer, "", f"Extension modules: {'x, ' * 900}"])
-    found = telling(said)
+    found = last_dump(said)
     assert found.startswith("Current thread")
     assert "f0" in found
     assert len(found) <= worker.LONGEST
-    assert telling("a warning\nan error") == "a warning\nan error"
+    assert last_dump("a warning\nan error") == "a warning\nan error"
 
 
 def test_settings_of_the_machines_image_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ class Environment:
     packages: Mapping[str, str]
     # Packages that are installed last and without their dependencies: torch for CUDA requires the Triton that it was
     # built for, and jax's plugin the CUDA libraries.
-    apart: Mapping[str, str]
+    separate: Mapping[str, str]
 
 
 ENVIRONMENTS = {
@@ -103,12 +103,12 @@ def made(name: str) -> Path:
     """The path of an environment's Python. The environment is made if its packages are not those of `ENVIRONMENTS`."""
     wanted, folder = ENVIRONMENTS[name], FOLDER / name
     python, stamp = folder / "bin" / "python", folder / "made"
-    described = json.dumps([wanted.python, wanted.packages, wanted.apart])
+    described = json.dumps([wanted.python, wanted.packages, wanted.separate])
     if not stamp.exists() or stamp.read_text() != described:
         run(python_of(wanted.python), "-m", "venv", "--clear", folder)
         install = python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"
         run(*install, *pinned(wanted.packages), *TOOLS)
-        run(*install, "--no-deps", *pinned(wanted.apart))
+        run(*install, "--no-deps", *pinned(wanted.separate))
         stamp.write_text(described)
     return python
 
@@ -126,7 +126,7 @@ def outcome_of(name: str, arguments: Sequence[str]) -> dict[str, Any]:
         raise SystemExit(f"expected tests to run in {name}, got exit status {ended.returncode}")
     return {
         "date": f"{datetime.now(UTC):%Y-%m-%d}",
-        "versions": {"python": ENVIRONMENTS[name].python, **ENVIRONMENTS[name].packages, **ENVIRONMENTS[name].apart},
+        "versions": {"python": ENVIRONMENTS[name].python, **ENVIRONMENTS[name].packages, **ENVIRONMENTS[name].separate},
         "tests": json.loads(report.read_text())["tests"],
     }
 

@@ -30,7 +30,7 @@ def found(code: Sequence[Instruction], most_serial: int = 0) -> list[str]:
     return wrong
 
 
-# ---- products under way
+# ---- matrix products in flight
 
 
 def touching(code: Sequence[Instruction]) -> Iterator[Instruction]:

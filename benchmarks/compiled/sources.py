@@ -17,10 +17,10 @@ def text_of(kernel: Any) -> str:
     """The source of a Triton kernel and of every Triton function that it calls, with the constants that they read."""
     functions = functions_of(kernel)
     constants = {
-        f"{function.__name__}: {name} = {said}"
+        f"{function.__name__}: {name} = {text}"
         for function in functions
         for name, value in _read(function)
-        if (said := _constant(value)) is not None
+        if (text := _constant(value)) is not None
     }
     return "\n".join([*map(_source, functions), *sorted(constants)])
 

@@ -47,19 +47,25 @@ COLUMNS = (
 HEADER = """\
 # What the Pallas kernels compile to
 
-Compiled by the real TPU compiler (libtpu), for TPUs that need not be there, by `make tpu-compile`. Cases are those
-of `benchmarks/cases/tpu.py`; those that begin with `jax_` are JAX's own kernels
-(`jax.experimental.pallas.ops.tpu`), compiled in the same way.
+`make tpu-compile` compiles these kernels with the real TPU compiler (libtpu), which needs no TPU. The cases are defined
+in `benchmarks/cases/tpu.py`. Those that begin with `jax_` are JAX's own kernels (`jax.experimental.pallas.ops.tpu`),
+compiled in the same way.
 
-A TPU core issues one bundle per cycle, with a slot in it for each of its units. **bundles** is the length of the
-whole kernel, **loop** that of the loop that has the matrix work (with what is nested in it): what one block of queries
-and keys costs if nothing waits for memory. MXU, VALU, VLOAD and VSTORE are the percentages of that loop in which the
-matrix unit, the vector unit and the ports of the vector memory are busy: the highest bounds it. **spills** and
-**fills** are stores and loads of vector registers for want of registers, in the whole kernel and (in the loop).
-**VMEM** is in KiB; so is **HBM**, what the whole call takes of main memory besides its arrays. At equal work the
-matrix unit has the same to do, so a higher percentage of it is a faster loop. One kind is shown more cases than the
-others; `--only` compiles any other of `benchmarks/cases/tpu.py`.
-These are schedules, not measurements: waits for copies are not in them.
+A TPU core issues one bundle of instructions per cycle, which has a slot for each unit. The columns are:
+
+- **bundles**: the length of the whole kernel.
+- **loop**: the length of the loop that has most of the matrix work, including the loops nested in it. That is the cost
+  in cycles of one block of queries and keys if nothing waits for memory.
+- **MXU**, **VALU**, **VLOAD**, **VSTORE**: how busy the matrix unit, the vector unit and the load and store ports of
+  the vector memory are in that loop. The highest percentage bounds the loop's speed.
+- **spills**, **fills**: the stores and loads of vector registers that are needed because there are too few registers,
+  in the whole kernel and (in that loop).
+- **VMEM**: the kernel's vector memory in KiB.
+- **HBM**: the main memory in KiB that the whole call needs besides its arrays.
+
+For equal work the matrix unit has the same number of busy cycles, so a loop in which its percentage is higher is
+faster. The table of v6e has more cases than the others. `--only` compiles any other case of `benchmarks/cases/tpu.py`.
+The numbers come from schedules, not measurements, and exclude waits for copies.
 """
 
 

@@ -89,10 +89,10 @@ class Worker:
     def ready(self, seconds: float) -> Mapping[str, Any]:
         """The facts that the process reports once it has started. `Ended` has the reason if it cannot run."""
         if self.facts is None:
-            said = self._answer(seconds)
-            if "absent" in said:
-                raise Ended(said["absent"])
-            self.facts = said["ready"]
+            answer = self._answer(seconds)
+            if "absent" in answer:
+                raise Ended(answer["absent"])
+            self.facts = answer["ready"]
         return self.facts
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -125,16 +125,16 @@ class Worker:
                 return ""
             self._errors.seek(0, os.SEEK_END)
             self._errors.seek(max(0, self._errors.tell() - DUMPED))
-            said = self._errors.read().decode(errors="replace")
+            text = self._errors.read().decode(errors="replace")
             self._errors.close()
         with contextlib.suppress(BrokenPipeError, ValueError):
             self._process.stdin.close()  # type: ignore[union-attr]
-        return telling(said)
+        return last_dump(text)
 
 
-def telling(said: str) -> str:
+def last_dump(text: str) -> str:
     """The part of standard error that shows why a process ended: the last dump, with the innermost frames first."""
-    lines = [line for line in said.splitlines() if not line.startswith("Extension modules:")]
+    lines = [line for line in text.splitlines() if not line.startswith("Extension modules:")]
     dumps = [number for number, line in enumerate(lines) if worker.DUMPS in line or line.startswith("Fatal Python")]
     # A dump lists every thread. The one that runs the items comes last.
     text = "\n".join(lines[dumps[-1] :]) if dumps else "\n".join(lines)
@@ -264,16 +264,16 @@ class PhaseRun:
         one = self.pool.take(self.phase.start)
         try:
             facts = one.ready(min(START_SECONDS, self.left))
-            said = one.ask({"list": self.phase.what}, self.left)
-            if "names" not in said:
-                raise Ended(said["absent"])
+            answer = one.ask({"list": self.phase.what}, self.left)
+            if "names" not in answer:
+                raise Ended(answer["absent"])
         except Late:
             self._cannot(f"no list of items in time\n{self.pool.drop(one, dump=True)}")
             return None
         except Ended as ended:
             self._cannot(f"{ended}\n{self.pool.drop(one)}".strip())
             return None
-        names = said["names"]
+        names = answer["names"]
         todo = self.chosen(names)
         self.record.write("phase", phase=self.phase.name, items=len(names), todo=todo, process=facts)
         for item in todo:
@@ -330,10 +330,10 @@ class PhaseRun:
                 self.todo.put(item)
             else:
                 seconds = round(time.monotonic() - began, 3)
-                self._said(item, {"result": FAILED, "message": message, "seconds": seconds})
+                self._write_result(item, {"result": FAILED, "message": message, "seconds": seconds})
 
         try:
-            said = one.ask({"what": self.phase.what, "run": item}, limit)
+            answer = one.ask({"what": self.phase.what, "run": item}, limit)
         except Late:
             last = self.pool.drop(one, dump=True)
             if limit < min(self.phase.item_seconds, ENOUGH):  # the time of the phase was up, not that of the item
@@ -344,11 +344,11 @@ class PhaseRun:
         except Ended as ended:
             failed(f"{ended}\n{self.pool.drop(one)}")
             return False
-        self._said(item, said)
-        if said.get("poisoned"):
+        self._write_result(item, answer)
+        if answer.get("poisoned"):
             self.pool.drop(one)
             return False
         return True
 
-    def _said(self, item: str, said: Mapping[str, Any]) -> None:
-        self.record.write("item", phase=self.phase.name, item=item, **said)
+    def _write_result(self, item: str, answer: Mapping[str, Any]) -> None:
+        self.record.write("item", phase=self.phase.name, item=item, **answer)

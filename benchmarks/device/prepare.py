@@ -108,9 +108,9 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
             started.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": paths}))
         if any(process.wait() for process in started):
             raise RuntimeError("a process that compiles kernels failed")
-        said = [json.loads(file.read_text()) for file in Path(lists).glob("*.json")]
-    folders = {folder for one in said for folder in one["folders"]}
-    failed = {name: why for one in said for name, why in one["failed"].items()}
+        reports = [json.loads(file.read_text()) for file in Path(lists).glob("*.json")]
+    folders = {folder for one in reports for folder in one["folders"]}
+    failed = {name: why for one in reports for name, why in one["failed"].items()}
     for name, why in list(failed.items())[:10]:
         print(f"  not compiled ahead: {name}: {why}")
     for gone in {entry.name for entry in cache.iterdir()} - folders:

@@ -63,8 +63,8 @@ class Ran:
     @property
     def outcome(self) -> str:
         counts = {PASSED: "checks passed", FAILED: FAILED, LATE: "not ended in time"}
-        said = {key: f"{self.results[key]} {words}" for key, words in counts.items()}
-        return ", ".join(text for key, text in said.items() if self.results[key] or key == PASSED)
+        phrases = {key: f"{self.results[key]} {words}" for key, words in counts.items()}
+        return ", ".join(text for key, text in phrases.items() if self.results[key] or key == PASSED)
 
 
 # ---- reading records

@@ -82,10 +82,10 @@ class Items:
         from ragged_attention.testing.verdicts import verdict_of
 
         verdict = verdict_of(self.runner(backend), self.checks[name], EXAMPLES)
-        said = {"result": verdict.result, "message": verdict.message, "answered": list(verdict.answered)}
+        answer = {"result": verdict.result, "message": verdict.message, "answered": list(verdict.answered)}
         if self.compilations is not None:
-            said |= self.compilations.since_last()
-        return said
+            answer |= self.compilations.since_last()
+        return answer
 
     def smoke(self, backend: str) -> dict[str, Any]:
         """Run the first check of the smoke test that the backend supports."""
@@ -93,14 +93,14 @@ class Items:
             self.runner(backend)
         except RuntimeError as reason:
             return {"result": CANNOT, "message": str(reason)}
-        said: dict[str, Any] = {"result": CANNOT, "message": "declines all batches of the smoke test"}
-        for name in self._telling():
-            said = self.judged(backend, name)
-            if said["result"] != DECLINED:
-                return said | {"message": f"{name}: {said['message']}" if said["result"] != PASSED else name}
-        return said
+        answer: dict[str, Any] = {"result": CANNOT, "message": "declines all batches of the smoke test"}
+        for name in self._smoke_checks():
+            answer = self.judged(backend, name)
+            if answer["result"] != DECLINED:
+                return answer | {"message": f"{name}: {answer['message']}" if answer["result"] != PASSED else name}
+        return answer
 
-    def _telling(self) -> Iterator[str]:
+    def _smoke_checks(self) -> Iterator[str]:
         for part in SMOKE:
             yield from (name for name in self.checks if name.startswith(part))
 
@@ -129,6 +129,6 @@ class Compilations:
         self.compiled += not cache_hit
 
     def since_last(self) -> dict[str, int]:
-        said = {"compiled": self.compiled, "found_compiled": self.found}
+        answer = {"compiled": self.compiled, "found_compiled": self.found}
         self.compiled = self.found = 0
-        return {name: count for name, count in said.items() if count}
+        return {name: count for name, count in answer.items() if count}

@@ -54,13 +54,13 @@ def lines(record: Record, call: str) -> list[str]:
 def verdict(record: Record) -> str:
     """The verdict after the first minute: which backends work, from which front end."""
     asked = [(line["phase"], item) for line in record.of_kind("phase") for item in line["todo"]]
-    items, said = record.items(), {}
+    items, phrases = record.items(), {}
     for phase, item in [*asked, *items]:
         if phase.endswith("smoke"):
             name = f"{phase.partition(' ')[0]}-{item}" if item else phase
             result = items[phase, item]["result"] if (phase, item) in items else "gave no answer"
-            said[name] = f"{name} {'runs' if result == PASSED else result}"
-    return "VERDICT: " + ("; ".join(said.values()) or "no smoke test was run")
+            phrases[name] = f"{name} {'runs' if result == PASSED else result}"
+    return "VERDICT: " + ("; ".join(phrases.values()) or "no smoke test was run")
 
 
 def _failures(items: dict[tuple[str, str], Line]) -> Iterator[str]:

@@ -42,31 +42,31 @@ def is_poison(message: str) -> bool:
     return any(word in message for word in POISON)
 
 
-def answered(items: Any, request: dict[str, Any]) -> dict[str, Any]:
+def answer_to(items: Any, request: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request."""
     began = time.perf_counter()
     try:
         if "list" in request:
             return {"names": items.names(request["list"])}
         items.limit = request["seconds"]
-        said = items.run(request["what"], request["run"])
+        answer = items.run(request["what"], request["run"])
     except Exception as error:
-        said: dict[str, Any] = {"result": FAILED, "message": f"{type(error).__name__}: {error}"}
+        answer: dict[str, Any] = {"result": FAILED, "message": f"{type(error).__name__}: {error}"}
         if "list" in request:
-            return {"absent": said["message"][:LONGEST]}
-    message = str(said.get("message", ""))
+            return {"absent": answer["message"][:LONGEST]}
+    message = str(answer.get("message", ""))
     try:
         items.settle()
     except Exception as error:  # errors on the device that the item caused appear only here
-        said["result"], message = FAILED, f"{type(error).__name__}: {error}\n{message}"
-    if said["result"] == FAILED and is_poison(message):
-        said["poisoned"] = True
-    return said | {"message": message[:LONGEST], "seconds": round(time.perf_counter() - began, 3)}
+        answer["result"], message = FAILED, f"{type(error).__name__}: {error}\n{message}"
+    if answer["result"] == FAILED and is_poison(message):
+        answer["poisoned"] = True
+    return answer | {"message": message[:LONGEST], "seconds": round(time.perf_counter() - began, 3)}
 
 
 def serve(module: str, device: str, arguments: Sequence[str], requests: IO[str], answers: IO[str]) -> None:
-    def say(said: dict[str, Any]) -> None:
-        answers.write(json.dumps(said) + "\n")
+    def say(answer: dict[str, Any]) -> None:
+        answers.write(json.dumps(answer) + "\n")
         answers.flush()
 
     try:
@@ -77,9 +77,9 @@ def serve(module: str, device: str, arguments: Sequence[str], requests: IO[str],
         say({"absent": f"{type(error).__name__}: {error}"[:LONGEST]})
         return
     for line in requests:
-        said = answered(items, json.loads(line))
-        say(said)
-        if said.get("poisoned"):
+        answer = answer_to(items, json.loads(line))
+        say(answer)
+        if answer.get("poisoned"):
             answers.close()
             os._exit(3)  # a normal exit would wait for a device that may not answer any more
 

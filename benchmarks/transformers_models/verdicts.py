@@ -47,12 +47,12 @@ def _equal(record: Record) -> list[str]:
             return [f"own code: {own}"]
         return ["no softmax"]
     if not reasons:
-        said = [EQUAL]
+        words = [EQUAL]
     elif all(operation == DENSE for _, operation, _ in calls):
-        said = [f"dense: {', '.join(reasons)}"]
+        words = [f"dense: {', '.join(reasons)}"]
     else:
-        said = [f"{EQUAL}, partly dense: {', '.join(reasons)}"]
-    return said + ([f"partly own code: {own}"] if own else [])
+        words = [f"{EQUAL}, partly dense: {', '.join(reasons)}"]
+    return words + ([f"partly own code: {own}"] if own else [])
 
 
 def is_wrong(record: Record) -> bool:
