@@ -74,6 +74,12 @@ def test_explain_knows_every_operation(run_cli, operation):
     assert "asked for: reference" in out
 
 
+def test_explain_says_so_if_there_is_nothing_to_tune(run_cli):
+    code, out, _ = run_cli("explain", "write_kv_pages", "--backend", "reference")
+    assert code == 0
+    assert "runs with no tunables" in out
+
+
 def test_explain_takes_every_feature(run_cli):
     features = {
         "dtype": "float16", "cache-dtype": "int8", "heads": "28/4", "head-dim": "80", "page-size": "24",

@@ -53,6 +53,16 @@ def test_a_failure_is_told_in_full(judge: Judge, capsys: pytest.CaptureFixture[s
     assert f"{again}'agreement: attention on drawn batches'" in printed
 
 
+def test_a_pipe_gets_lines_of_progress(
+    judge: Judge, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "SAID_EVERY", -1.0)
+    assert judge("", "--only", "law: p") == 0
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("[0/")
+    assert all(re.match(r"\[\d+/\d+\] torch-partial  ", line) for line in said)
+
+
 def test_nothing_could_be_judged(judge: Judge) -> None:
     assert judge("", "--only", "write on drawn") == 2
     assert judge("", "--only", "attention, window of 1") == 2  # its batch has an unsupported dtype

@@ -61,6 +61,9 @@ class Implementation(Protocol):
 class NoTunables:
     """The `Tile` of a module that has nothing to tune."""
 
+    def __str__(self) -> str:
+        return "no tunables"
+
 
 def complete(module: Any) -> Implementation:
     """The module, with defaults for the names that it does not define; its package may have a default `why_not`."""

@@ -7,6 +7,8 @@ from torch, it runs under two schedules.
 
 import argparse
 import dataclasses
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ EMULATED = (
 )
 COMPILED = "No GPU is used: the kernels are compiled for one, and an emulator runs and watches their PTX."
 
+SAID_EVERY = 10.0  # seconds between two lines of progress if the output is no terminal
 PASSED, FAILED, NOTHING = 0, 1, 2
 EXIT_STATUS = """\
 exit status:
@@ -134,11 +137,16 @@ def _chosen(only: str) -> list[Any]:
 def _judge(console: Console, runner: object, checks: Sequence[Any], options: argparse.Namespace) -> list[Verdict]:
     lines: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    said = time.monotonic()
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(str(runner), total=len(checks))
 
         def begin(check: object) -> None:
+            nonlocal said
             progress.update(task, description=f"{runner}  {str(check)[:60]:60}")
+            if not console.is_terminal and time.monotonic() - said > SAID_EVERY:  # a pipe shows no progress bar
+                sys.stderr.write(f"[{len(lines)}/{len(checks)}] {runner}  {check}\n")
+                said = time.monotonic()
 
         begin(checks[0] if checks else "")
         for index, line in enumerate(_verdicts(runner, checks, options.examples), 1):
