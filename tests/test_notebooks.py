@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,38 @@ NOTEBOOKS = [pytest.param(path, id=path.stem) for path in sorted(FOLDER.glob("*.
 CELL_KEYS = {"cell_type", "id", "metadata", "source"}
 
 
-def run(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """The runner in a process of its own, as a reader without settings would start it; warnings are errors."""
+def run(*arguments: str | Path, cwd: Path, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """The runner in a process of its own, as a reader without settings would start it; warnings are errors.
+
+    With `packages`, the process imports from that folder alone, and this project from its source.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "TRITON_"))}
     environment["TMPDIR"] = str(cwd)  # what a notebook leaves behind is found there
-    command = [sys.executable, "-W", "error", str(RUN), *map(str, arguments)]
+    if packages:
+        environment["PYTHONPATH"] = os.pathsep.join([str(packages), str(ROOT / "src")])
+    command = [sys.executable, *(["-S"] if packages else []), "-W", "error", str(RUN), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment)
+
+
+def packages_without(folder: Path, *names: str) -> Path:
+    """A folder of links to what is installed here, except packages whose names begin with one of `names`."""
+    folder.mkdir()
+    for path in Path(sysconfig.get_path("purelib")).iterdir():
+        if not path.name.startswith(names):
+            (folder / path.name).symlink_to(path)
+    return folder
+
+
+def add_backends(packages: Path, *names: str) -> None:
+    """Install packages with empty backends, as pip would, each announced by its name."""
+    for name in names:
+        (packages / name).mkdir()
+        (packages / name / "__init__.py").touch()
+    record = packages / "strangers-1.0.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.0\n")
+    entries = "".join(f"{name} = {name}\n" for name in names)
+    (record / "entry_points.txt").write_text(f"[ragged_attention.backends]\n{entries}")
 
 
 def code(source: str, printed: str = "", *tags: str) -> dict[str, Any]:
@@ -45,6 +72,21 @@ def test_a_notebook_runs_and_prints_what_is_stored(path, tmp_path):
     again = f"if the new output is right: python docs/notebooks/run.py --write {path.relative_to(ROOT)}"
     assert done.returncode == 0, f"{done.stderr}\n{again}"
     assert not list(tmp_path.glob("tmp*"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS)
+def test_a_notebook_runs_with_what_it_asks_for_alone_and_beside_other_backends(path, tmp_path):
+    """Without Numba, jax, Triton and transformers, and with backends of the names that guides use."""
+    pytest.importorskip("torch")
+    needed = re.search(r"`pip install '\.\[([\w,]+)\]'`", "".join(json.loads(path.read_text())["cells"][0]["source"]))
+    assert needed
+    hidden = ["numba", "llvmlite", "jax", "triton", "transformers", "ragged_attention", "__editable__"]
+    hidden += [] if "testing" in needed[1] else ["pytest", "_pytest", "hypothesis", "ml_dtypes"]
+    packages = packages_without(tmp_path / "site-packages", *hidden)
+    add_backends(packages, "mine", "yours", "faulty", "zebra")
+    (tmp_path / "elsewhere").mkdir()
+    done = run(path, cwd=tmp_path / "elsewhere", packages=packages)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
