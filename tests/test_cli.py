@@ -5,6 +5,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+import time
 import types
 
 import pytest
@@ -426,7 +427,8 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (done.stdout, done.stderr) == ("usage: ragged-attention explain OPERATION [options]\n", "")
 
 
-def test_ctrl_c_ends_a_warmup_even_if_it_is_ignored(monkeypatch, run_cli):
+@pytest.mark.parametrize("seconds", [0, 20])
+def test_ctrl_c_ends_a_warmup_even_if_it_is_ignored(monkeypatch, run_cli, seconds):
     """As in a callback from C or a finaliser, in which Python ignores every exception."""
 
     class Finaliser:
@@ -436,11 +438,15 @@ def test_ctrl_c_ends_a_warmup_even_if_it_is_ignored(monkeypatch, run_cli):
     def compile_ahead(*, for_jax):
         del for_jax
         Finaliser()
+        for _ in range(100 * seconds):
+            time.sleep(0.01)
         return True
 
     kernels = [types.SimpleNamespace(name=name, compile_ahead=compile_ahead) for name in ("first", "second")]
     monkeypatch.setattr(warmup, "_kernels", lambda operations: kernels)
+    began = time.monotonic()
     assert run_cli("warmup") == (130, "", "[0/2] first\nragged-attention: interrupted\n")
+    assert time.monotonic() - began < 10
 
 
 def test_bench_refuses_an_unknown_backend(run_cli):

@@ -4,9 +4,11 @@ The compiled kernels are kept on disk for this CPU, this version of Numba and th
 is already there is not compiled again.
 """
 
+import _thread
 import contextlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,6 +21,7 @@ from ragged_attention.tools.arguments import Parser, nearest
 from ragged_attention.tools.build_cuda import shown
 
 BACKEND = "numba"
+REPEATED_AFTER = 0.1  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,19 +60,22 @@ def _compile(kernels: Sequence[Any], report: Callable[[int, int, str], None]) ->
 def _heeded_interrupts() -> Iterator[Callable[[], None]]:
     """A context for calls of a compiler. It yields a function that raises `KeyboardInterrupt` if Ctrl-C had no effect.
 
-    The compiler calls back from C, and Python ignores an exception that is raised there, even that of Ctrl-C.
+    The compiler calls back from C, and Python ignores an exception that is raised there, even that of Ctrl-C. So
+    Ctrl-C is repeated soon after it was ignored.
     """
-    ignored: list[type[BaseException]] = []
+    repeats: list[threading.Timer] = []
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            ignored.append(unraisable.exc_type)
-        else:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
             before(unraisable)
+            return
+        repeats.append(threading.Timer(REPEATED_AFTER, _thread.interrupt_main))
+        repeats[-1].daemon = True
+        repeats[-1].start()
 
     def stop_if_interrupted() -> None:
-        if ignored:
+        if repeats:
             raise KeyboardInterrupt
 
     sys.unraisablehook = hook
@@ -77,6 +83,8 @@ def _heeded_interrupts() -> Iterator[Callable[[], None]]:
         yield stop_if_interrupted
     finally:
         sys.unraisablehook = before
+        for repeat in repeats:
+            repeat.cancel()
 
 
 def _kernels(operations: Sequence[str]) -> list[Any]:
