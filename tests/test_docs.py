@@ -11,8 +11,9 @@ import pytest
 
 from benchmarks.device import publish
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS
+from ragged_attention.calls import CALLS, Device
 from ragged_attention.tools import cli
+from ragged_attention.tools.samples import sample_of
 from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -132,6 +133,20 @@ def test_the_readme_fits_a_screen_and_says_what_has_been_run():
         assert re.search(rf"^    {command} ", readme, re.MULTILINE)
     for page in ("support", "status", "evidence", "cpu_measured", "operations/index", "commands", "gallery"):
         assert f"(docs/{page}.md)" in readme, page
+
+
+def test_the_table_of_results_has_them_all():
+    """Each row of docs/concepts.md names as many results as the records have when all of them are requested."""
+    section = (ROOT / "docs" / "concepts.md").read_text().partition("## What an operation returns")[2]
+    rows = dict(re.findall(r"^\| (`.*) \| (.*) \|$", section.partition("\n## ")[0], re.MULTILINE))
+    counts = {name: text for names, text in rows.items() for name in re.findall(r"`(\w+)`", names)}
+    attentions = {name for name, record in CALLS.items() if record.ATTENDS}
+    assert attentions | {"merge_attention_states", "norm_rope_write", "latent_norm_rope_write"} == set(counts)
+    for name, text in counts.items():
+        requests = {flag: True for flag in ("return_lse", "return_max_logits") if flag in CALLS[name].KINDS}
+        call = sample_of(name).call(name, Device(framework="torch", platform="cpu"), **requests)
+        results = len(call.results()) - (1 if CALLS[name].WRITES else 0)
+        assert results == len(re.findall(r"\b(out|lse|max_logits|q)\b", text)), name
 
 
 def test_every_command_has_a_line():

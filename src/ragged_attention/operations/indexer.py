@@ -273,10 +273,10 @@ class Indexer(FrontEnd[Array, Memory]):
             k: [T, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
             cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Each
                 page is contiguous; there may be gaps between pages. This is DeepGEMM's layout.
-            slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`, slots or the tables of
-                the step, which `indexer_topk` takes too. The tables of this operation count keys, one for each row of k. A
-                cache with one key for `ratio` tokens therefore needs other tables, or slots: `kv_lens // ratio`, and
-                in `cu_q_lens` the sums of the new keys, `kv_lens // ratio - (kv_lens - q_lens) // ratio`.
+            slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`, slots or the tables of the
+                step, which `indexer_topk` takes too. The tables of this operation count keys, one for each row of k. A
+                cache with one key for `ratio` tokens therefore needs other tables, or slots: `kv_lens // ratio`, and in
+                `cu_q_lens` the sums of the new keys, `kv_lens // ratio - (kv_lens - q_lens) // ratio`.
             power_of_two: round scales up to a power of two.
             backend, options: as in `ragged_paged_attention`.
 

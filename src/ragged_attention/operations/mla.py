@@ -69,13 +69,14 @@ class Latent(FrontEnd[Array, Memory]):
                 `sparse_mla_prefill_backward`.
 
         Returns:
-            out [T, H, d_v]; max_logits [T, H] float32, the largest scaled logit; lse [T, H] float32, the natural
-            log-sum-exp of the logits (both float64 for float64 queries). Sinks multiply out by `sigmoid(lse - sink)`
-            and change neither of the others. A query that selects nothing gets out 0, max_logits -inf and lse -inf.
-            Rows that are not selected may hold NaN. Softmax and sums are in float32; a quantised value is its 8-bit or
-            4-bit code times its scale. `triton` multiplies quantised rows by 16-bit weights even if q is float32, so
-            that out is then as accurate as with bfloat16 queries. An e8m0 scale of 2 ** -127, which
-            `quantize_mla_cache` never writes, counts as 0 on devices that flush subnormal numbers, as XLA does.
+            Always three arrays, in FlashMLA's order: out [T, H, d_v]; max_logits [T, H] float32, the largest scaled
+            logit; lse [T, H] float32, the natural log-sum-exp of the logits (both float64 for float64 queries). Sinks
+            multiply out by `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets
+            out 0, max_logits -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in
+            float32; a quantised value is its 8-bit or 4-bit code times its scale. `triton` multiplies quantised rows by
+            16-bit weights even if q is float32, so that out is then as accurate as with bfloat16 queries. An e8m0 scale
+            of 2 ** -127, which `quantize_mla_cache` never writes, counts as 0 on devices that flush subnormal numbers,
+            as XLA does.
 
             Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
             constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
@@ -206,11 +207,13 @@ class Latent(FrontEnd[Array, Memory]):
                 sequences.
 
         Returns:
-            out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled logits; sinks multiply
-            out by `sigmoid(lse - sink)` and leave lse as it is. A query that sees no key gets out 0 and lse -inf. No
-            index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes, and a page
-            index outside [0, P) makes its positions invisible. Keys and values that no query sees may be NaN. Softmax
-            and sums are in float32, quantised rows as in `sparse_mla_prefill`.
+            Always two arrays: out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled
+            logits. `lse.mT` is lse in the order of out, [S, Q, H]. Heads come first as in FlashMLA; all other
+            operations return lse with tokens first. Sinks multiply out by `sigmoid(lse - sink)` and leave lse as it is.
+            A query that sees no key gets out 0 and lse -inf. No index value makes a kernel read outside the arrays:
+            lengths are clamped to the arrays' sizes, and a page index outside [0, P) makes its positions invisible.
+            Keys and values that no query sees may be NaN. Softmax and sums are in float32, quantised rows as in
+            `sparse_mla_prefill`.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`. A schedule made for other lengths is

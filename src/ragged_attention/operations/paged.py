@@ -143,7 +143,8 @@ class Paged(FrontEnd[Array, Memory]):
             sliding_window: a query sees only positions > its own - sliding_window (with 1, only its own). With
                 `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
+            sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only. Sinks of other
+                dtypes are refused: convert a model's parameters once, as by `sinks.float()`, not in every call.
             alibi_slopes: f32 [H], finite: the logit of the query at position p and the key at position j gains
                 `alibi_slopes[h] * (j - p)`, after scaling and `soft_cap`, before masking. Positions are those of
                 `causal`, for drafts too. vLLM's kernels count j from the sequence's first new position instead; `out`
@@ -211,13 +212,13 @@ class Paged(FrontEnd[Array, Memory]):
             options: the tunables of this call, which are fields of the selected backend's `Tile`.
 
         Returns:
-            out [T, H, D_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
-            sinks not counted; with `return_max_logits` then max_logits [H] float32. A query that sees no key, and a
-            padding row, gets out 0 and lse -inf. With `new_kv` the last result is the pages: in torch the given ones,
-            written in place, in jax new ones, as `write_kv_pages` returns them; with scale pages, `k_scale_pages` and
-            `v_scale_pages` follow. No index value makes a kernel read outside the arrays: lengths are clamped to the
-            arrays' sizes, and a page index outside [0, P) makes its positions invisible. Softmax and sums are in
-            float32.
+            One array or a tuple of those asked for, in this order: out [T, H, D_v]; with `return_lse` lse [T, H]
+            float32, the natural log-sum-exp of the visible logits, sinks not counted; with `return_max_logits`
+            max_logits [H] float32; with `new_kv` the pages: in torch the given ones, written in place, in jax new ones,
+            as `write_kv_pages` returns them; with scale pages then `k_scale_pages` and `v_scale_pages`. A query that
+            sees no key, and a padding row, gets out 0 and lse -inf. No index value makes a kernel read outside the
+            arrays: lengths are clamped to the arrays' sizes, and a page index outside [0, P) makes its positions
+            invisible. Softmax and sums are in float32.
 
             max_logits has, for each query head, the largest `sm_scale * q . k` over all queries of the call and the
             keys that they see, with `q_scale` and the scales of the keys applied, before `soft_cap` and biases, and
