@@ -1,17 +1,18 @@
-"""One layer in the shape of DeepSeek-V4's compressed sparse attention: near tokens as they are, far ones compressed.
+"""Run a layer like DeepSeek-V4's compressed sparse attention: near tokens are uncompressed, far ones compressed.
 
     python examples/deepseek_v4_attention.py
     python examples/deepseek_v4_attention.py --device cuda --backend triton --heads 64 --window 128 --topk 128 \\
         --prompt 1024
 
-Each token attends, in one softmax with an attention sink, to the last tokens of its sequence and to the top-k of rows
-that each stand for 4 tokens. Both lie in fp8 caches; an indexer with compressed keys of its own in e4m3 makes the
-choice. One call of `mla_decode` reads both, for prompts as for decode steps, since each token comes with its own lists.
-One page table serves all three caches: what is a page of 64 tokens here is one of 16 compressed rows there.
+Each token attends, in one softmax with an attention sink, to the last tokens of its sequence and to the top-k of
+compressed rows, each of which stands for 4 tokens. Both kinds of rows are in fp8 caches. An indexer with its own
+compressed keys in e4m3 selects the compressed rows. One call of `mla_decode` reads both caches, for prompts as for
+decode steps, because each token has its own lists. One page table serves all three caches: a page holds 64 tokens in
+the first cache and 16 compressed rows in the others.
 
-Every choice is judged by logits in float64 on the same quantised numbers, every result compared with dense attention
-under masks in float64 over the dequantised caches, and the layer's output with the layer in float64 without any cache.
-Weights and hidden states are random. docs/sparse_attention.md explains the operations.
+Every selection is checked against logits in float64 on the same quantised numbers. Every result is compared with dense
+attention under masks in float64 over the dequantised caches, and the layer's output with the layer in float64 without a
+cache. Weights and hidden states are random. docs/sparse_attention.md explains the operations.
 """
 
 import argparse
@@ -43,20 +44,20 @@ from ragged_attention.torch import (
     write_mla_cache,
 )
 
-ROW, ROTARY, ROW_BYTES = 512, 64, 584  # as in the model: the format fp8_v4, rotary columns being the last ones
-RATIO = 4  # tokens that a compressed row stands for
+ROW, ROTARY, ROW_BYTES = 512, 64, 584  # as in the model: the format fp8_v4, with the rotary columns last
+RATIO = 4  # tokens per compressed row
 HIDDEN, Q_RANK = 256, 128  # the model: 4096, 1024
 INDEX_HEADS, INDEX_DIM = 4, 128  # the model: 64, 128
 SM_SCALE = ROW**-0.5
-# Of the norm of rows, a weight in the model, and the inverse of that of queries: the size of tests of kernels.
+# The weight of the rows' norm, which the model learns; that of the queries' norm is 1 / GAIN. Kernel tests use it too.
 GAIN = 0.1
-LAYER_BOUND = 2**-4  # of the layer's output in norm: an e4m3 errs by up to 2^-4 of itself, 2^-5.3 in the mean
+LAYER_BOUND = 2**-4  # relative to the norm of the output: rounding to e4m3 has errors of up to 2^-4, 2^-5.3 in the mean
 
 OPERATIONS = ("mla_decode", "write_mla_cache", "indexer_topk", "quantize_indexer_keys", "write_indexer_cache")
 
 
 def shapes(num_heads: int) -> dict[str, tuple[int, ...]]:
-    """Of the weights; the sums that they enter run over the first axis, or the first two of `out`."""
+    """The shapes of the weights. Products with them sum over the first axis, with `out` over the first two."""
     return {
         "q_down": (HIDDEN, Q_RANK), "q_up": (Q_RANK, num_heads, ROW), "kv": (HIDDEN, ROW),
         "row_kv": (HIDDEN, 2, ROW), "row_gate": (HIDDEN, 2, ROW), "row_bias": (1, 2, RATIO, ROW),
@@ -67,7 +68,7 @@ def shapes(num_heads: int) -> dict[str, tuple[int, ...]]:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the last ROTARY columns, in pairs of neighbours; x is [T, ..., D], positions [T]."""
+    """Apply the rotary embedding to the last ROTARY columns of x [T, ..., D], in adjacent pairs; positions are [T]."""
     half = ROTARY // 2
     frequencies = 10000.0 ** -(torch.arange(half, device=x.device, dtype=x.dtype) / half)
     angles = (positions[:, None] * frequencies).view(len(x), *[1] * (x.dim() - 2), half)
@@ -78,16 +79,16 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def recent_tokens(hidden: torch.Tensor, seqs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The tokens of a group and those of the one before [N, 2, RATIO, HIDDEN]; before the first group it is anything.
+    """The tokens of groups and of the groups before them [N, 2, RATIO, HIDDEN]; arbitrary before a first group.
 
-    `hidden` [S, L, HIDDEN] are all tokens; the groups are number `numbers` [N] of sequences `seqs` [N].
+    `hidden` [S, L, HIDDEN] holds all tokens. `seqs` [N] and `numbers` [N] say which groups of which sequences.
     """
     positions = numbers[:, None] * RATIO + torch.arange(-RATIO, RATIO, device=numbers.device)
     return hidden[seqs[:, None], positions.clamp(min=0)].unflatten(1, (2, RATIO))
 
 
 class Layer:
-    """The projections around the attention; T tokens at a time, each at its position."""
+    """The projections around the attention. The methods take T tokens and their positions."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
@@ -101,7 +102,7 @@ class Layer:
         return cls(weights)
 
     def double(self) -> "Layer":
-        """The same in float64 on the CPU."""
+        """A copy of the layer in float64 on the CPU."""
         return Layer({name: weight.cpu().double() for name, weight in self.weights.items()})
 
     @property
@@ -109,19 +110,20 @@ class Layer:
         return self.weights["sinks"][0]
 
     def queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, H, ROW]."""
+        """The queries of the attention [T, H, ROW]."""
         low = rms_norm(hidden @ self.weights["q_down"])
         return rotate(rms_norm(torch.einsum("tr,rhd->thd", low, self.weights["q_up"])) / GAIN, positions)
 
     def rows(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What is cached of a token: [T, ROW], key and value of all heads."""
+        """The cached rows [T, ROW] of tokens; a row is the key and the value of all heads."""
         return rotate(GAIN * rms_norm(hidden @ self.weights["kv"]), positions)
 
     def compressed(self, name: str, recent: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """What is cached of RATIO tokens: means of theirs and of those before, weighted in each column by gates.
+        """The compressed rows of groups of RATIO tokens.
 
-        `recent` [N, 2, RATIO, HIDDEN] are the tokens before and the tokens themselves; `numbers` [N] counts such groups
-        from the sequence's first, before which there is none. The result stands at the position of its first token.
+        A row is a mean over the group and the group before it, weighted in each column by gates. `recent`
+        [N, 2, RATIO, HIDDEN] holds the tokens of the group before and of the group. `numbers` [N] counts groups from
+        the start of the sequence; group 0 has no group before it. A row has the position of its group's first token.
         """
         values = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_kv"])
         gates = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_gate"]) + self.weights[f"{name}_bias"]
@@ -131,7 +133,7 @@ class Layer:
         return rotate(GAIN * rms_norm(rows), numbers * RATIO)
 
     def index_queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indexer's queries [T, INDEX_HEADS, INDEX_DIM] in e4m3, and the weights of its heads with their scales."""
+        """The indexer's queries [T, INDEX_HEADS, INDEX_DIM] in e4m3, and its head weights times the queries' scales."""
         low = rms_norm(hidden @ self.weights["q_down"])
         q = rotate(torch.einsum("tr,rhd->thd", low, self.weights["index_q"]), positions)
         values, scales = quantize_indexer_keys(q.flatten(0, 1))
@@ -139,7 +141,7 @@ class Layer:
         return values.view(q.shape), weights * scales.view(weights.shape)
 
     def output(self, attended: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The output projection of [T, H, ROW]; turning back makes what a row adds depend on its distance alone."""
+        """The output projection of [T, H, ROW], rotated back so that a row's part depends only on its distance."""
         return torch.einsum("thd,hde->te", rotate(attended, -positions), self.weights["out"])
 
 
@@ -150,18 +152,18 @@ class Cache:
         self.page_indices = shuffled_pages(num_seqs, max_len, generator, device)
         num_pages, pages_per_seq = self.page_indices.numel(), self.page_indices.shape[1]
         kinds = ((PAGE_SIZE, ROW_BYTES), (PAGE_SIZE // RATIO, ROW_BYTES), (PAGE_SIZE // RATIO, INDEX_DIM + SCALE_BYTES))
-        self.near, self.far, self.keys = (  # NaN until they are written
+        self.near, self.far, self.keys = (  # all NaN at first
             torch.full((num_pages, size, 1, row), 0xFF, dtype=torch.uint8, device=device) for size, row in kinds
         )
-        # An engine keeps the last RATIO to 2 * RATIO of a sequence, from which the next compressed row is made.
+        # An engine would keep only the last RATIO to 2 * RATIO tokens, from which the next compressed row is made.
         self.hidden = torch.zeros(num_seqs, pages_per_seq * PAGE_SIZE, HIDDEN, device=device)
 
     def slots(self, seqs: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
-        """Slots of positions [T, ...], token t's in its sequence seqs[t]; -1 for a negative one."""
+        """The slots of positions [T, ...] in the sequences `seqs` [T]; -1 for a negative position."""
         return page_indices_to_slots(positions.int(), self.page_indices[seqs], page_size)
 
     def write(self, layer: Layer, step: Step) -> None:
-        """Caches T tokens, and what is compressed of those that complete RATIO of them."""
+        """Write the rows of T tokens, and the compressed rows of the groups that they complete."""
         self.hidden[step.seqs, step.positions] = step.hidden
         slots = self.slots(step.seqs, step.positions[:, None], PAGE_SIZE)[:, 0]
         write_mla_cache(layer.rows(step.hidden, step.positions).bfloat16(), self.near, slots)
@@ -183,18 +185,18 @@ class Cache:
 
 
 class Chosen(NamedTuple):
-    """What T tokens attend with, and to what."""
+    """The queries of T tokens, and the rows to which they attend."""
 
-    q: torch.Tensor  # of the attention
+    q: torch.Tensor  # queries of the attention
     index_q: torch.Tensor
     index_weights: torch.Tensor
-    near: torch.Tensor  # slots of tokens [T, window], -1 where there is none
-    numbers: torch.Tensor  # of compressed rows [T, topk], ascending, then -1
-    far: torch.Tensor  # the same as slots
+    near: torch.Tensor  # slots of tokens [T, window], -1 for no token
+    numbers: torch.Tensor  # numbers of compressed rows [T, topk], ascending, padded with -1
+    far: torch.Tensor  # the slots of these compressed rows
 
 
 def choose(layer: Layer, cache: Cache, step: Step, window: int, topk: int) -> Chosen:
-    """The lists of each token: the last ones of its sequence, and the compressed rows that its indexer wants most."""
+    """Each token's queries and lists: the last tokens of its sequence, and the indexer's top-k compressed rows."""
     index_q, weights = layer.index_queries(step.hidden, step.positions)
     numbers = indexer_topk(
         index_q, cache.keys, weights, topk,
@@ -207,7 +209,7 @@ def choose(layer: Layer, cache: Cache, step: Step, window: int, topk: int) -> Ch
 
 
 def attend(layer: Layer, cache: Cache, chosen: Chosen) -> tuple[torch.Tensor, torch.Tensor]:
-    """Out [T, H, ROW] and lse [T, H]. Lists are of each token, so that all may be tokens of one batch entry."""
+    """The out [T, H, ROW] and lse [T, H]. Each token has its own lists, so all tokens can be one batch entry."""
     out, lse = mla_decode(
         chosen.q[None], cache.near, indices=chosen.near[None], extra_kv_cache=cache.far,
         extra_indices=chosen.far[None], sinks=layer.sinks, sm_scale=SM_SCALE, d_v=ROW,
@@ -218,14 +220,14 @@ def attend(layer: Layer, cache: Cache, chosen: Chosen) -> tuple[torch.Tensor, to
 def dense(
     q: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of [T, H, ROW] to rows [L, ROW] under a mask [T, L]; lse is without the sinks."""
+    """Attention of queries [T, H, ROW] to rows [L, ROW] under a mask [T, L]. The lse does not include the sinks."""
     logits = (torch.einsum("thd,ld->thl", q, rows) * SM_SCALE).masked_fill(~mask[:, None], -torch.inf)
     sink = sinks[:, None].expand(*logits.shape[:2], 1)
     return torch.cat((logits, sink), -1).softmax(-1)[..., :-1] @ rows, logits.logsumexp(-1)
 
 
 class Check:
-    """Judges choices, compares with dense attention under masks, and remembers the largest errors."""
+    """Checks of selections and results against dense attention under masks, with the largest errors."""
 
     def __init__(self, layer: Layer, cache: Cache, window: int) -> None:
         self.layer, self.exact, self.cache, self.window = layer, layer.double(), cache, window
@@ -233,7 +235,7 @@ class Check:
         self.selected: list[int] = []
 
     def __call__(self, step: Step, chosen: Chosen, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Results of T tokens: out [T, H, ROW], lse [T, H]. Raises AssertionError where they are off."""
+        """Check the out [T, H, ROW] and lse [T, H] of T tokens, and raise AssertionError if they are wrong."""
         for seq, length in enumerate(step.kv_lens.tolist()):
             own = step.seqs == seq
             positions, numbers = step.positions[own].cpu(), chosen.numbers[own].cpu()
@@ -256,16 +258,16 @@ class Check:
             self.selected += (numbers >= 0).sum(-1).tolist()
 
     def _mask(self, positions: torch.Tensor, numbers: torch.Tensor, length: int) -> torch.Tensor:
-        """Who sees which of the tokens and, behind them, of the compressed rows."""
+        """The mask [T, length + length // RATIO] of each query's visible tokens and, after them, compressed rows."""
         distance = positions[:, None] - torch.arange(length)
-        far = torch.zeros(len(numbers), length // RATIO + 1, dtype=torch.bool)  # a column more for -1
+        far = torch.zeros(len(numbers), length // RATIO + 1, dtype=torch.bool)  # one more column, for -1
         far = far.scatter(1, numbers.long().remainder(far.shape[1]), True)[:, :-1]
         return torch.cat(((distance >= 0) & (distance < self.window), far), 1)
 
     def _check_layer(
         self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """The layer over all tokens of a sequence, `hidden` [L, HIDDEN], in float64 and without a cache."""
+        """Compare with the layer in float64 without a cache, over all tokens `hidden` [L, HIDDEN] of a sequence."""
         near = self.exact.rows(hidden, torch.arange(len(hidden)))
         numbers = torch.arange(len(hidden) // RATIO)
         far = self.exact.compressed("row", recent_tokens(hidden[None], torch.zeros_like(numbers), numbers), numbers)
@@ -283,7 +285,7 @@ class Check:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prefill, then decode; prints what was checked."""
+    """Prefill, then decode, and print the results of the checks."""
     device, generator = torch.device(arguments.device), torch.Generator().manual_seed(arguments.seed)
     lens = [arguments.prompt, -(-arguments.prompt * 2 // 3)]
     layer = Layer.random(arguments.heads, generator, device)
@@ -306,11 +308,11 @@ def run(arguments: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__, 90, 9, "attention, indexer and writing")
-    parser.add_argument("--heads", type=int, default=12, help="of the queries; 64 and 128 in the models")
+    parser.add_argument("--heads", type=int, default=12, help="query heads; the models have 64 and 128")
     parser.add_argument(
-        "--window", type=int, default=24, help="tokens that each token sees as they are; the model: 128"
+        "--window", type=int, default=24, help="uncompressed tokens that each token sees; the model: 128"
     )
-    parser.add_argument("--topk", type=int, default=8, help="compressed rows that it sees; the model: 512")
+    parser.add_argument("--topk", type=int, default=8, help="compressed rows that each token sees; the model: 512")
     return ended(run, parser.parse_args(argv), OPERATIONS)
 
 

@@ -1,13 +1,13 @@
-"""Serve a few requests with one jitted step in jax: ragged batches, donated pages, heads sharded over a mesh.
+"""Serve a few requests with one jitted step in jax: ragged batches, donated pages, and heads sharded over a mesh.
 
     python examples/serve_jax.py
     python examples/serve_jax.py --devices 8 --requests 12
 
-The decoder is tiny and random, arrays in a dict: RMSNorm, RoPE, grouped heads, a gated MLP. Each step takes one ragged
-batch of prefill chunks and decodes, whichever sequences are there; they join when there are pages for them and leave
-when they are done, and nothing is compiled again. Every device holds its share of the heads, of their pages and of the
-MLP; on a CPU the devices are virtual. The greedy tokens have to be those of one device, and those of a dense forward
-pass without a cache.
+The decoder is tiny and random, and its weights are a dict of arrays. It has RMSNorm, RoPE, grouped heads and a gated
+MLP. Each step takes one ragged batch of prefill chunks and decodes. Sequences join when there are pages for them and
+leave when they are done, and nothing is compiled again. Every device holds its share of the heads, of their pages and
+of the MLP. On a CPU the devices are virtual. The greedy tokens must equal those of one device, and those of a dense
+forward pass without a cache.
 """
 
 import argparse
@@ -27,15 +27,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ragged_attention.jax import ragged_paged_attention
 
 VOCABULARY, LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEED = 97, 2, 64, 16, 8, 16, 128
-PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_PROMPT = 8, 28, 80, 48  # too few pages for MAX_SEQS of the longest: some wait
-MAX_SEQS, MAX_TOKENS = 4, 32  # of a step: sequences at once, and their new tokens together
+PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_PROMPT = 8, 28, 80, 48  # too few pages for MAX_SEQS of the longest, so some wait
+MAX_SEQS, MAX_TOKENS = 4, 32  # per step: sequences, and new tokens of all sequences
 EPSILON = 1e-6
-AXIS = "heads"  # of the mesh
+AXIS = "heads"  # the axis of the mesh
 
 Arrays = dict[str, jax.Array]
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
-# Along which axis a weight is cut into the devices' shares; the others every device holds whole.
+# The axis along which a weight is divided among the devices. Every device holds all other weights whole.
 SHARDED = {"q": 2, "k": 2, "v": 2, "o": 1, "gate": 2, "up": 2, "down": 1}
 SHAPES = {
     "embed": (VOCABULARY, HIDDEN),
@@ -46,7 +46,7 @@ SHAPES = {
 
 
 def random_weights(seed: int) -> dict[str, np.ndarray]:
-    """Large enough that the next token depends on all that came before."""
+    """Random weights, large enough that the next token depends on all earlier tokens."""
     generator = np.random.default_rng(seed)
     drawn = {name: generator.standard_normal(shape, np.float32) for name, shape in SHAPES.items()}
     return {name: array if name == "embed" else array * 1.5 * HIDDEN**-0.5 for name, array in drawn.items()}
@@ -57,7 +57,7 @@ def norm(x: jax.Array) -> jax.Array:
 
 
 def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Turn the channel pairs (i, i + D/2) of [T, heads, D] by their angles."""
+    """Rotate the channel pairs (i, i + D/2) of [T, heads, D] by their angles."""
     half = x.shape[-1] // 2
     angles = (positions[:, None] * 10000.0 ** -(jnp.arange(half) / half))[:, None]
     low, high = x[..., :half], x[..., half:]
@@ -66,12 +66,12 @@ def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def total(x: jax.Array) -> jax.Array:
-    """The sum of what the devices computed from their shares."""
+    """The sum of the devices' partial results."""
     return jax.lax.psum(x, AXIS)
 
 
 def forward(weights: Arrays, tokens: jax.Array, positions: jax.Array, attend: Attend, add: Callable = total) -> Any:
-    """Hidden states [T, E] of tokens [T]; `attend(layer, q, k, v)` is everything that is not token by token."""
+    """Hidden states [T, E] of tokens [T]. `attend(layer, q, k, v)` is the only part in which tokens interact."""
     x = weights["embed"][tokens]
     for layer in range(LAYERS):
         h = norm(x)
@@ -84,7 +84,7 @@ def forward(weights: Arrays, tokens: jax.Array, positions: jax.Array, attend: At
 
 
 def serve_step(weights: Arrays, kv_pages: list[jax.Array], batch: Arrays, backend: str | None) -> Any:
-    """Each sequence's next token [S], and the pages with this step's keys and values; one device's part of it."""
+    """One device's part of a step: each sequence's next token [S], and the pages with the new keys and values."""
     kv_pages = list(kv_pages)
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -96,13 +96,13 @@ def serve_step(weights: Arrays, kv_pages: list[jax.Array], batch: Arrays, backen
         return out
 
     hidden = forward(weights, batch["tokens"], batch["positions"], attend)
-    last = batch["cu_q_lens"][1:] - 1  # rows of sequences that are not there are anything, and nobody reads them
+    last = batch["cu_q_lens"][1:] - 1  # rows without a sequence are arbitrary and never read
     return jnp.argmax(hidden[last] @ weights["embed"].T, axis=-1), kv_pages
 
 
 @jax.jit
 def dense_tokens(weights: Arrays, tokens: jax.Array) -> jax.Array:
-    """The token that is likeliest after each of a sequence's [T], by plain attention on one device."""
+    """The most likely next token after each of a sequence's tokens [T], with plain attention on one device."""
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         del layer
@@ -117,7 +117,7 @@ def dense_tokens(weights: Arrays, tokens: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A prompt, and how far its sequence is."""
+    """A prompt, and the progress of its sequence."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -142,7 +142,7 @@ def random_requests(count: int, max_new_tokens: int, seed: int) -> list[Request]
 
 
 def chunks_of(running: Iterable[Request]) -> list[tuple[Request, int]]:
-    """Which sequences take part in a step, and with how many tokens: those that decode, then chunks of prompts."""
+    """The sequences of a step, with the number of their new tokens: first decodes, then chunks of prompts."""
     chunks, left = [], MAX_TOKENS
     for request in sorted(running, key=lambda request: len(request.new) > 1):
         if (count := min(len(request.new), left)) > 0:
@@ -157,7 +157,7 @@ def table_row(request: Request) -> list[int]:
 
 
 def batch_of(chunks: Sequence[tuple[Request, int]]) -> dict[str, np.ndarray]:
-    """The arrays of a step. Their shapes are always the same, so that the step is compiled once."""
+    """The arrays of a step. Their shapes never change, so the step is compiled only once."""
     batch = {
         "tokens": np.zeros(MAX_TOKENS, np.int32), "positions": np.zeros(MAX_TOKENS, np.int32),
         "kv_lens": np.zeros(MAX_SEQS, np.int32), "page_indices": np.zeros((MAX_SEQS, MAX_LEN // PAGE_SIZE), np.int32),
@@ -175,13 +175,13 @@ def batch_of(chunks: Sequence[tuple[Request, int]]) -> dict[str, np.ndarray]:
 
 
 class Server:
-    """The step, compiled for some devices, and the pages that it owns."""
+    """The compiled step for some devices, with its weights and pages."""
 
     def __init__(self, weights: dict[str, np.ndarray], num_devices: int, backend: str | None) -> None:
         mesh = Mesh(np.array(jax.devices()[:num_devices]), (AXIS,))
         specs = {name: PartitionSpec(*[None] * SHARDED[name], AXIS) if name in SHARDED else PartitionSpec()
                  for name in weights}  # fmt: skip
-        heads = PartitionSpec(None, None, AXIS)  # of pages [P, G, 2K, D]: K and V of a head stay together
+        heads = PartitionSpec(None, None, AXIS)  # pages are [P, G, 2K, D]; K and V of a head stay together
         place = functools.partial(NamedSharding, mesh)
         self.weights = {name: jax.device_put(array, place(specs[name])) for name, array in weights.items()}
         empty = np.zeros((NUM_PAGES, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM), np.float32)
@@ -194,13 +194,13 @@ class Server:
         self.step = lowered.compile()
         self.page_bytes = LAYERS * empty.nbytes // num_devices
         analysis = self.step.memory_analysis()
-        self.aliased_bytes = 0 if analysis is None else analysis.alias_size_in_bytes  # outputs in memory of inputs
+        self.aliased_bytes = 0 if analysis is None else analysis.alias_size_in_bytes  # outputs that reuse inputs
         self.donates = self.aliased_bytes >= self.page_bytes
         self.num_steps = self.num_mixed_steps = 0
         self.seconds = 0.0
 
     def advance(self, chunks: Sequence[tuple[Request, int]]) -> None:
-        """One step: each sequence has a chunk more in the cache, and a new token if that was the last one."""
+        """Run one step: cache each sequence's chunk, and append a token to those that have no uncached tokens left."""
         start, given = time.perf_counter(), self.kv_pages
         tokens, self.kv_pages = self.step(self.weights, given, batch_of(chunks))
         for (request, count), token in zip(chunks, np.asarray(tokens).tolist(), strict=False):
@@ -213,7 +213,7 @@ class Server:
         self.num_mixed_steps += len({count == 1 for _, count in chunks}) == 2
 
     def serve(self, requests: Iterable[Request]) -> None:
-        """Run all requests to their ends; they join in their order, when there is a place and pages are free."""
+        """Run all requests to completion. They join in order, if the batch is not full and enough pages are free."""
         queue, running, free = collections.deque(requests), [], list(range(NUM_PAGES))
         while queue or running:
             while queue and len(running) < MAX_SEQS and queue[0].num_pages <= len(free):
@@ -222,11 +222,11 @@ class Server:
             self.advance(chunks_of(running))
             for request in [one for one in running if len(one.generated) == one.max_new_tokens]:
                 running.remove(request)
-                free += request.pages  # with what was written there: the next owner must not see it
+                free += request.pages  # old contents stay: the next owner must not see them
 
 
 def dense_agrees(weights: dict[str, np.ndarray], requests: Iterable[Request]) -> bool:
-    """Whether each token that was generated is what a forward pass over all before it says."""
+    """Whether each generated token equals that of a forward pass over all tokens before it."""
     for request in requests:
         tokens = np.zeros(MAX_LEN, np.int32)
         tokens[: len(request.prompt) + len(request.generated)] = request.prompt + request.generated
@@ -237,7 +237,7 @@ def dense_agrees(weights: dict[str, np.ndarray], requests: Iterable[Request]) ->
 
 
 def run(arguments: argparse.Namespace) -> bool:
-    """Serve on one device and on all that were asked for; whether every check holds."""
+    """Serve on one device and on all requested devices. Return whether every check holds."""
     weights, served, donates = random_weights(arguments.seed), {}, True
     for num_devices in sorted({1, arguments.devices}):
         requests = random_requests(arguments.requests, arguments.max_new_tokens, arguments.seed)
@@ -263,18 +263,18 @@ def run(arguments: argparse.Namespace) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     sizes = [size for size in range(1, KV_HEADS + 1) if KV_HEADS % size == 0]
-    parser.add_argument("--devices", type=int, default=1, choices=sizes, help="over which the heads are sharded")
+    parser.add_argument("--devices", type=int, default=1, choices=sizes, help="devices that share the heads")
     parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=24, help=f"of each request, up to {MAX_LEN - MAX_PROMPT}")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and prompts")
-    parser.add_argument("--backend", help="of the attention; default: what the device runs by itself")
+    parser.add_argument("--max-new-tokens", type=int, default=24, help=f"per request, up to {MAX_LEN - MAX_PROMPT}")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and prompts")
+    parser.add_argument("--backend", help="backend of the attention; default: chosen for the device")
     arguments = parser.parse_args(argv)
     if arguments.requests < 1:
         parser.error(f"expected --requests >= 1, got {arguments.requests}")
     if not 1 <= arguments.max_new_tokens <= MAX_LEN - MAX_PROMPT:
         parser.error(f"expected --max-new-tokens from 1 to {MAX_LEN - MAX_PROMPT}, got {arguments.max_new_tokens}")
     if arguments.devices > 1:
-        # XLA reads this when jax first looks for devices, which importing it does not do. Only a CPU heeds it.
+        # XLA reads this flag when jax first looks for devices, which is later than its import. It affects only CPUs.
         flag = f"--xla_force_host_platform_device_count={arguments.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
     if (found := len(jax.devices())) < arguments.devices:

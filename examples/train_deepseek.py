@@ -2,15 +2,16 @@
 
     python examples/train_deepseek.py
 
-takes about half a minute on one core. A sequence lists pairs of a key and a value, then asks for the value of each key,
-so one layer of attention learns it, whose queries share one latent row for each token. Three stages follow DeepSeek-
-V3.2's report:
+takes about half a minute on one core. A sequence lists pairs of a key and a value, then asks for the value of each key.
+One layer of latent attention can learn this task. There are three stages, as in DeepSeek-V3.2's report:
 
-1. Attention to all earlier tokens is trained by the loss of the answers.
-2. Warm-up: the layer is frozen. The indexer learns to give each token the share that attention gives it.
-3. Each query attends to the few tokens that the indexer selects, and both are trained, the indexer on these tokens.
+1. Dense: the layer attends to all earlier tokens and is trained with the loss of the answers.
+2. Warm-up: the layer is frozen. The indexer learns to predict the share of attention that each token gets.
+3. Sparse: each query attends to the few tokens that the indexer selects. Layer and indexer are trained, the indexer on
+   these tokens.
 
-In the first step of each stage all gradients are compared with those of the formulas in float64, by torch's autograd.
+In the first step of each stage all gradients are compared with those that torch's autograd computes from the formulas
+in float64.
 """
 
 import argparse
@@ -26,10 +27,10 @@ from rich.console import Console
 from ragged_attention.demo.torch_model import device_named, one_thread
 from ragged_attention.torch import attention_target, indexer_logits, indexer_topk, sparse_mla_prefill
 
-WIDTH, HEADS, LATENT = 64, 4, 64  # of the residual stream, of attention
+WIDTH, HEADS, LATENT = 64, 4, 64  # the width of the residual stream, the heads and latent width of attention
 INDEX_HEADS, INDEX_WIDTH = 4, 32
-SYMBOLS = 64  # keys, and as many values
-BOUND = 1e-4  # of a gradient's largest entry: sums are in float32
+SYMBOLS = 64  # the number of different keys, and of different values
+BOUND = 1e-4  # relative to a gradient's largest entry: sums are in float32
 Weights = dict[str, torch.Tensor]
 
 
@@ -39,22 +40,22 @@ class Batch:
 
     tokens: torch.Tensor  # [T]
     previous: torch.Tensor  # [T], the token before each
-    answers: torch.Tensor  # [T], the value to predict; -100 where there is no question
+    answers: torch.Tensor  # [T], the value to predict; -100 if the token is not a question
     starts: torch.Tensor  # i32 [T], the first key that each query sees
-    stops: torch.Tensor  # i32 [T], one past the last
+    stops: torch.Tensor  # i32 [T], one past the last key that each query sees
 
     def ranges(self) -> dict[str, Any]:
-        """The arguments that say which keys each query sees."""
+        """The arguments that give the range of keys that each query sees."""
         return {"starts": self.starts, "stops": self.stops}
 
     def all_earlier(self, length: int) -> torch.Tensor:
-        """The lists i32 [T, length] of all keys that each query sees, then -1."""
+        """Lists i32 [T, length] of all keys that each query sees, padded with -1."""
         keys = self.starts[:, None] + torch.arange(length, dtype=torch.int32, device=self.tokens.device)
         return torch.where(keys < self.stops[:, None], keys, -1)
 
 
 def batch_of(arguments: argparse.Namespace, generator: torch.Generator, device: str) -> Batch:
-    """Random pairs, and questions for their values in another order; an answer follows its question."""
+    """Random pairs, then questions for their values in another order. Each answer follows its question."""
     shape = (arguments.sequences, SYMBOLS)
     keys, order = (torch.rand(shape, generator=generator).argsort(1)[:, : arguments.pairs] for _ in range(2))
     order = torch.rand(keys.shape, generator=generator).argsort(1)
@@ -80,7 +81,7 @@ def initial_weights(generator: torch.Generator) -> Weights:
         "index_weights": (WIDTH, INDEX_HEADS),
     }  # fmt: skip
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    one_hot = ("embedding", "before")  # their inputs
+    one_hot = ("embedding", "before")  # the weights with one-hot inputs
     return {name: weight if name in one_hot else weight / len(weight) ** 0.5 for name, weight in drawn.items()}
 
 
@@ -105,8 +106,8 @@ def loss_of_answers(weights: Weights, batch: Batch, out: torch.Tensor) -> torch.
 
 
 def divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The mean over tokens of the divergence of the softmax of scores, -inf where there is no key, from a target."""
-    log_shares = scores.log_softmax(-1).masked_fill(scores == -torch.inf, 0)  # where the target is 0
+    """The divergence of the softmax of scores from a target, averaged over tokens; without a key a score is -inf."""
+    log_shares = scores.log_softmax(-1).masked_fill(scores == -torch.inf, 0)  # there the target is 0
     return F.kl_div(log_shares, target, reduction="sum") / len(target)
 
 
@@ -130,7 +131,7 @@ def warm_up_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) 
 
 
 def selected(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
-    """The lists i32 [T, top_k] of the keys that the indexer selects."""
+    """Lists i32 [T, top_k] of the keys that the indexer selects."""
     q, keys, of_heads = (part.detach() for part in projected(weights, batch)[2:])
     return indexer_topk(q, keys, of_heads, arguments.top_k, **batch.ranges(), backend=arguments.backend)
 
@@ -150,9 +151,9 @@ STAGES: dict[str, Callable[[Weights, Batch, argparse.Namespace], torch.Tensor]] 
 
 
 def by_formulas(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
-    """The loss of a stage by plain products of all queries and keys, in the dtype of the weights.
+    """The loss of a stage, from products of all queries and keys, in the dtype of the weights.
 
-    What the indexer selects is given by the operations, since rounding may turn a choice between almost equal scores.
+    The operations make the indexer's selection, because rounding may change it between almost equal scores.
     """
     q, latents, index_q, index_keys, index_weights = projected(weights, batch)
     place = torch.arange(len(batch.tokens), device=q.device)
@@ -170,7 +171,7 @@ def by_formulas(stage: str, weights: Weights, batch: Batch, arguments: argparse.
 
 
 def largest_difference(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
-    """The largest difference of a gradient from that in float64, as a part of that gradient's largest entry."""
+    """The largest difference of a gradient from that in float64, relative to each gradient's largest entry."""
     learning = [name for name in weights if (name in OF_INDEXER) >= (stage == "warm-up")]
     if stage == "dense":
         learning = [name for name in learning if name not in OF_INDEXER]
@@ -182,7 +183,7 @@ def largest_difference(stage: str, weights: Weights, batch: Batch, arguments: ar
 
 @torch.no_grad()
 def found_share(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
-    """The mean share of the questions' dense attention that the selected keys have."""
+    """The share of dense attention that the selected keys have, averaged over the questions."""
     q, latents, *_ = projected(weights, batch)
     _, _, lse = sparse_mla_prefill(q, latents, batch.all_earlier(arguments.length)[:, None], d_v=LATENT)
     target = attention_target(q, latents, lse, **batch.ranges())
@@ -193,7 +194,7 @@ def found_share(weights: Weights, batch: Batch, arguments: argparse.Namespace) -
 
 @torch.no_grad()
 def part_right(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
-    """The part of the questions that the layer answers right with the selected keys."""
+    """The share of the questions that the layer answers correctly with the selected keys."""
     q, latents, *_ = projected(weights, batch)
     lists = selected(weights, batch, arguments)
     out, _, _ = sparse_mla_prefill(q, latents, lists[:, None], d_v=LATENT, backend=arguments.backend)
@@ -204,7 +205,7 @@ def part_right(weights: Weights, batch: Batch, arguments: argparse.Namespace) ->
 def train(
     stage: str, weights: Weights, batches: Iterator[Batch], arguments: argparse.Namespace, console: Console
 ) -> tuple[float, float, float]:
-    """Run a stage; returns the largest difference of a gradient in its first step, the first loss and the last ones."""
+    """Run a stage. Return the largest difference of a gradient in its first step, its first loss and its last loss."""
     steps = {"dense": arguments.dense, "warm-up": arguments.warm_up, "sparse": arguments.sparse}[stage]
     learning = [weight for name, weight in weights.items() if stage != "warm-up" or name in OF_INDEXER]
     optimizer, losses = torch.optim.Adam(learning, lr=arguments.rate), []
@@ -219,24 +220,24 @@ def train(
     seconds, last = time.perf_counter() - start, sum(losses[-5:]) / len(losses[-5:])
     console.print(
         f"{stage:7}  loss {losses[0]:.3f} to {last:.3f} in {steps} steps and {seconds:.1f} s; "
-        f"largest difference of a gradient, of its largest entry: {difference:.1g}", highlight=False,
+        f"largest relative difference of a gradient: {difference:.1g}", highlight=False,
     )  # fmt: skip
     return difference, losses[0], last
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if all gradients are those of the formulas, all losses fall and the indexer finds what matters."""
+    """Return 0 if all gradients equal those of the formulas, all losses fall and the warm-up improves the selection."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--dense", type=int, default=150, help="steps of dense training")
     parser.add_argument("--warm-up", type=int, default=300, help="steps of the indexer alone")
     parser.add_argument("--sparse", type=int, default=200, help="steps with selected keys")
-    parser.add_argument("--sequences", type=int, default=16, help="sequences of a step")
-    parser.add_argument("--pairs", type=int, default=24, help="pairs, and questions, of a sequence")
+    parser.add_argument("--sequences", type=int, default=16, help="sequences per step")
+    parser.add_argument("--pairs", type=int, default=24, help="pairs per sequence, and questions")
     parser.add_argument("--top-k", type=int, default=8, help="keys that a query selects")
     parser.add_argument("--rate", type=float, default=5e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--backend", help="of all operations; default: what the device runs by itself")
+    parser.add_argument("--backend", help="backend of all operations; default: chosen for the device")
     arguments = parser.parse_args(argv)
     arguments.length = 4 * arguments.pairs
     console, device = Console(), device_named(arguments.device)

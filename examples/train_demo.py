@@ -2,8 +2,8 @@
 
     python examples/train_demo.py --model mla
 
-takes a few minutes on one core and writes src/ragged_attention/demo/weights_mla.npz. The text is small and the model
-is meant to know it by heart: `ragged-attention demo` shows how text is served, not how it is learnt.
+takes a few minutes on one core and writes src/ragged_attention/demo/weights_mla.npz. The text is small, and the model
+is meant to memorise it: `ragged-attention demo` shows how text is served, not how well a model learns.
 """
 
 import argparse
@@ -28,12 +28,12 @@ Tensors = dict[str, Tensor]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "reference/README.md")
-# As much of them as a model of half a million weights can know by heart, what the prompts begin with first.
+# The pages that a model of half a million weights can memorise; those with the beginnings of the prompts come first.
 BY_HEART = (
     "docs/concepts.md", "README.md", "CONTRIBUTING.md", "docs/backends.md", "docs/configuration.md",
     "reference/README.md",
 )  # fmt: skip
-# Letters as in `ragged_attention.demo.model`; Q is N + R, W is C + R.
+# The letters are those of `ragged_attention.demo.model`; Q is N + R, and W is C + R.
 SIZES = {
     "gqa": {"V": 256, "E": 128, "L": 4, "H": 8, "K": 2, "D": 16, "F": 192},
     "mla": {"V": 256, "E": 128, "L": 4, "H": 8, "N": 16, "Q": 32, "C": 64, "W": 80, "F": 136},
@@ -52,7 +52,7 @@ INDENTED_CODE = re.compile(r"^ {4}.*$", re.MULTILINE)
 
 
 def paragraphs_of(text: str) -> Iterator[str]:
-    """Running text, each paragraph on one line; tables, comments and fenced code are left out."""
+    """The paragraphs of a text, each on one line, without tables, comments and fenced code."""
     lines: list[str] = []
     fenced = False
     for line in [*text.splitlines(), ""]:
@@ -79,7 +79,7 @@ def papers(patterns: Iterable[str]) -> list[str]:
 
 
 def corpus() -> list[str]:
-    """All papers and docstrings as paragraphs."""
+    """The paragraphs of all papers and docstrings."""
     texts = papers(PAPERS)
     for path in sorted((ROOT / "src" / "ragged_attention").rglob("*.py")):
         if not any(parent.is_symlink() for parent in path.parents):
@@ -88,7 +88,7 @@ def corpus() -> list[str]:
 
 
 def paragraphs_in(texts: Iterable[str]) -> list[str]:
-    """Paragraphs that are worth learning, each ending in a newline, none twice."""
+    """The paragraphs that are worth learning, without duplicates; each ends in a newline."""
     found = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs_of(text))
     return [f"{paragraph}\n" for paragraph in found if len(paragraph) >= 24]
 
@@ -108,14 +108,14 @@ def initial_weights(generator: torch.Generator, kind: str = "gqa") -> Tensors:
 
 
 class Text:
-    """The paragraphs as bytes, from which pieces are drawn."""
+    """The bytes of the paragraphs, from which random pieces are drawn."""
 
     def __init__(self, paragraphs: list[str], generator: torch.Generator) -> None:
         self.paragraphs = paragraphs
         self.generator = generator
 
     def shuffle(self) -> None:
-        """Put the paragraphs in a new order: after a newline anything may follow, as in the demo's prompts."""
+        """Shuffle the paragraphs, so that any paragraph may follow a newline, as in the demo's prompts."""
         order = torch.randperm(len(self.paragraphs), generator=self.generator).tolist()
         encoded = [self.paragraphs[index].encode() for index in order]
         lengths = torch.tensor([len(paragraph) for paragraph in encoded])
@@ -123,7 +123,7 @@ class Text:
         self.bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8).long()
 
     def pieces(self, batch: int, length: int) -> Tensor:
-        """Pieces [B, T + 1]: half begin where a paragraph does, as prompts do, half anywhere."""
+        """Random pieces [B, T + 1]. Half of them begin with a paragraph, as prompts do; the others begin anywhere."""
         at_starts = self.starts[torch.randint(len(self.starts), (batch // 2,), generator=self.generator)]
         anywhere = torch.randint(len(self.bytes), (batch - batch // 2,), generator=self.generator)
         rows = torch.cat((at_starts, anywhere))[:, None] + torch.arange(length + 1)
@@ -131,13 +131,13 @@ class Text:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention, by torch's fused function for speed."""
+    """Causal attention with torch's fused function, which is fast."""
     q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
 def loss_on(kind: str, weights: Tensors, batch: Tensor) -> Tensor:
-    """Nats a byte on pieces of text [B, T + 1]."""
+    """The mean loss in nats per byte on pieces of text [B, T + 1]."""
     positions = torch.arange(batch.shape[1] - 1)
     transformer = MLA if kind == "mla" else GQA
     hidden = transformer.forward_by_heads(weights, batch[:, :-1], positions, attend)
@@ -178,7 +178,7 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
             descend(optimizer, loss, learning_rate(step, arguments))
             progress.advance(task)
             if step % 50 == 0 or step == arguments.steps - 1:
-                console.print(f"step {step:5}  loss {loss.item():.3f} nats a byte", highlight=False)
+                console.print(f"step {step:5}  loss {loss.item():.3f} nats per byte", highlight=False)
     if arguments.model == "mla":
         weights["kv_scale"] = kv_scales(weights, text.pieces(CALIBRATION_PIECES, arguments.length))
     return weights
@@ -186,7 +186,7 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
 
 @torch.no_grad()
 def kv_scales(weights: Tensors, batch: Tensor) -> Tensor:
-    """By layer, the least power of two by which the cached numbers of some text fit into the 8-bit format."""
+    """The smallest power of two per layer with which the cached numbers of a text fit into the 8-bit format."""
     positions = torch.arange(batch.shape[1])
     largest = torch.zeros(len(weights["latent"]))
 
@@ -202,8 +202,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=KINDS, required=True)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=16, help="pieces of text a step")
-    parser.add_argument("--length", type=int, default=176, help="bytes of a piece")
+    parser.add_argument("--batch", type=int, default=16, help="pieces of text per step")
+    parser.add_argument("--length", type=int, default=176, help="bytes per piece")
     parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="default: the file in the demo's folder")

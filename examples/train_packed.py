@@ -1,10 +1,11 @@
-"""Train the demo's first transformer on documents packed one after another, and once more on the same ones padded.
+"""Train the demo's transformer on packed documents, and a second time on the same documents with padding.
 
     python examples/train_packed.py
 
-takes one or two minutes on one core. Packed, the documents of a step lie in one row, and `varlen_attention` keeps them
-apart by where each begins; padded, each has a row as long as the longest one, and torch's own attention is used. The
-weights begin alike, so the losses have to be the same but for rounding. `--plot` draws both.
+takes one or two minutes on one core. The packed documents of a step are one row, and `varlen_attention` keeps them
+apart by the positions where they begin. Padded documents each have a row as long as the longest one, and torch's own
+attention is used. Both runs have the same initial weights, so their losses must be equal except for rounding. `--plot`
+draws both.
 """
 
 import argparse
@@ -23,12 +24,12 @@ from ragged_attention.demo.torch_model import GQA, device_named, one_thread
 from ragged_attention.torch import varlen_attention
 
 Weights = dict[str, torch.Tensor]
-Documents = list[torch.Tensor]  # of a step, each the bytes of one
+Documents = list[torch.Tensor]  # the documents of a step, as bytes
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def batches(paragraphs: list[str], arguments: argparse.Namespace, device: str) -> Iterator[Documents]:
-    """Documents of one step after another, together at least `tokens` bytes, in an order that the seed decides."""
+    """The documents of each step, with at least `tokens` bytes together. The seed determines their order."""
     generator = torch.Generator().manual_seed(arguments.seed)
     documents: Documents = []
     while True:
@@ -41,12 +42,12 @@ def batches(paragraphs: list[str], arguments: argparse.Namespace, device: str) -
 
 
 class Row(NamedTuple):
-    """Documents of one step in one row; tensors [T], but the edges [N + 1]."""
+    """The documents of one step in one row. All tensors are [T] except the edges [N + 1]."""
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor  # in a token's own document
-    edges: torch.Tensor  # where documents begin, and the row's end
+    positions: torch.Tensor  # of each token in its own document
+    edges: torch.Tensor  # the start of each document, and the end of the row
     longest: int
 
 
@@ -59,13 +60,13 @@ def row_of(documents: Documents) -> Row:
 
 
 def row_loss(weights: Weights, row: Row, attend: Attend) -> torch.Tensor:
-    """Nats a byte on documents in one row, which `attend` keeps apart."""
+    """The mean loss in nats per byte on documents in one row, which `attend` keeps apart."""
     hidden = GQA.forward_by_heads(weights, row.tokens, row.positions, attend)
     return F.cross_entropy(hidden @ weights["embed"].T, row.targets)
 
 
 def packed_loss(weights: Weights, documents: Documents, backend: str | None = None) -> torch.Tensor:
-    """Nats a byte on documents in one row, of which each sees itself alone."""
+    """The mean loss in nats per byte on packed documents. No document sees another."""
     row = row_of(documents)
 
     def attend_packed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ def packed_loss(weights: Weights, documents: Documents, backend: str | None = No
 
 
 def padded_loss(weights: Weights, documents: Documents) -> torch.Tensor:
-    """Nats a byte on documents in a row each [N, T], by torch's attention; what is behind a document does not count."""
+    """The mean loss in nats per byte on padded rows [N, T], with torch's attention. Padding does not count."""
     tokens = torch.nn.utils.rnn.pad_sequence([document[:-1] for document in documents], batch_first=True)
     targets = torch.nn.utils.rnn.pad_sequence([document[1:] for document in documents], True, padding_value=-100)
     positions = torch.arange(tokens.shape[1], device=tokens.device)
@@ -87,7 +88,7 @@ def padded_loss(weights: Weights, documents: Documents) -> torch.Tensor:
 
 @dataclasses.dataclass
 class Run:
-    """One of the two trainings."""
+    """One of the two training runs."""
 
     loss_of: Callable[[Weights, Documents], torch.Tensor]
     weights: Weights
@@ -126,12 +127,12 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
     return runs
 
 
-WIDTH, HEIGHT, LEFT, TOP = 640, 360, 56, 44  # of the picture, and where its axes begin
-STROKES = (("#9cc4e4", 7), ("#1b3a57", 1.5))  # the first curve shows on both sides of the second
+WIDTH, HEIGHT, LEFT, TOP = 640, 360, 56, 44  # the size of the picture, and the origin of its axes
+STROKES = (("#9cc4e4", 7), ("#1b3a57", 1.5))  # the first curve is wider, so both are visible where they coincide
 
 
 def picture(curves: dict[str, list[float]], title: str) -> str:
-    """Curves of losses over the steps as SVG."""
+    """An SVG picture of the losses over the steps."""
     steps, highest = max(map(len, curves.values())), max(map(max, curves.values()))
     right, bottom = WIDTH - 16, HEIGHT - 40
 
@@ -165,24 +166,24 @@ def picture(curves: dict[str, list[float]], title: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
-    parser.add_argument("--tokens", type=int, default=800, help="bytes of a step, at least")
-    parser.add_argument("--length", type=int, default=384, help="longest document; what is behind is cut off")
+    parser.add_argument("--tokens", type=int, default=800, help="minimum number of bytes per step")
+    parser.add_argument("--length", type=int, default=384, help="the longest document; longer ones are cut")
     parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--backend", help="of varlen_attention; default: what the device runs by itself")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as SVG")
+    parser.add_argument("--backend", help="backend of varlen_attention; default: chosen for the device")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of the losses to this file, as SVG")
     arguments = parser.parse_args(argv)
     console = Console()
     with one_thread():
         runs = train(corpus(), arguments, console)
     packed, padded = runs.values()
     largest = max(abs(one - other) for one, other in zip(packed.losses, padded.losses, strict=True))
-    console.print(f"largest difference of the losses of a step: {largest:.2g} nats a byte", highlight=False)
+    console.print(f"largest difference of the losses of a step: {largest:.2g} nats per byte", highlight=False)
     console.print(f"packed {packed.seconds:.1f} s, padded {padded.seconds:.1f} s", highlight=False)
     if arguments.plot:
         curves = {"packed, varlen_attention": packed.losses, "padded, torch's attention": padded.losses}
-        arguments.plot.write_text(picture(curves, "Loss of the demo's transformer, nats a byte"))
+        arguments.plot.write_text(picture(curves, "Loss of the demo's transformer, nats per byte"))
     return 0
 
 

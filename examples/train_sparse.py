@@ -1,11 +1,11 @@
-"""Train the demo's first transformer with sparse attention: each query sees only blocks of keys that it selects.
+"""Train the demo's transformer with sparse attention: each query sees only the blocks of keys that it selects.
 
     python examples/train_sparse.py
 
 takes about ten seconds on one core. In every layer `select_blocks` scores the blocks of keys of a query's document for
-each KV head, and `varlen_attention` computes attention with the best of them, over documents packed one after another.
-A choice has no gradient, so it is made from detached queries and keys; the loss falls nonetheless. The gradient of the
-first step is compared with that of torch's own attention, under a dense mask of the same blocks.
+each KV head. `varlen_attention` then computes attention with the best blocks, over packed documents. A selection has no
+gradient, so it is made from detached queries and keys; the loss falls nevertheless. The gradient of the first step is
+compared with that of torch's own attention under a dense mask of the same blocks.
 """
 
 import argparse
@@ -22,20 +22,20 @@ from train_packed import Attend, Row, Weights, batches, row_loss, row_of
 from ragged_attention.demo.torch_model import device_named, one_thread
 from ragged_attention.torch import select_blocks, varlen_attention
 
-BOUND = 1e-4  # of a gradient's largest entry: both sides sum in float32, in other orders
-FALL = 0.8  # what the mean loss of the last steps may be of that of the first ones
-STEPS = 5  # that count as the first and the last ones
+BOUND = 1e-4  # relative to a gradient's largest entry: both attentions sum in float32, in different orders
+FALL = 0.8  # the largest allowed ratio of the mean loss of the last steps to that of the first steps
+STEPS = 5  # the number of first steps, and of last steps
 
 
 def starts_of(row: Row) -> torch.Tensor:
-    """Where each token's document begins in the row."""
+    """The position in the row at which each token's document begins."""
     return torch.arange(len(row.tokens), device=row.tokens.device) - row.positions
 
 
 def selected_blocks(q: torch.Tensor, k: torch.Tensor, row: Row, arguments: argparse.Namespace) -> torch.Tensor:
-    """The blocks i32 [T, K, N] of its own document that each query selects for each KV head, among them its own block.
+    """The blocks i32 [T, K, N] of its document that each query selects for each KV head, including its own block.
 
-    The queries that share a KV head select together, by their mean.
+    The queries that share a KV head share a selection, which is made with their mean.
     """
     wanted = q.detach().unflatten(1, (k.shape[1], -1)).mean(2)
     starts = starts_of(row)
@@ -46,7 +46,7 @@ def selected_blocks(q: torch.Tensor, k: torch.Tensor, row: Row, arguments: argpa
 
 
 def sparse_attention(row: Row, arguments: argparse.Namespace, kept: list[torch.Tensor] | None = None) -> Attend:
-    """Attention with the blocks that queries select. `kept` is given each layer's lists."""
+    """Attention with the blocks that queries select. Each layer's lists are appended to `kept`."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         lists = selected_blocks(q, k, row, arguments)
@@ -61,9 +61,9 @@ def sparse_attention(row: Row, arguments: argparse.Namespace, kept: list[torch.T
 
 
 def masked_attention(row: Row, arguments: argparse.Namespace, lists: list[torch.Tensor]) -> Attend:
-    """The same by torch, which computes with every key and masks those that the layers' lists do not name.
+    """The same attention with torch, which reads every key and masks those that the layers' lists do not name.
 
-    The lists are given, because rounding may turn a choice between two blocks of almost equal scores.
+    The lists are passed, because rounding may change a selection between two blocks with almost equal scores.
     """
     layers, starts = iter(lists), starts_of(row)
 
@@ -78,7 +78,7 @@ def masked_attention(row: Row, arguments: argparse.Namespace, lists: list[torch.
 
 
 def largest_difference(weights: Weights, row: Row, arguments: argparse.Namespace) -> float:
-    """The largest difference of a gradient between both attentions, as a part of that gradient's largest entry."""
+    """The largest difference between the gradients of both attentions, relative to each gradient's largest entry."""
     lists: list[torch.Tensor] = []
     found = gradients_of(row_loss(weights, row, sparse_attention(row, arguments, lists)), weights)
     wanted = gradients_of(row_loss(weights, row, masked_attention(row, arguments, lists)), weights)
@@ -97,22 +97,22 @@ def train(weights: Weights, steps: Sequence[Row], arguments: argparse.Namespace,
         descend(optimizer, loss, arguments.rate)
         losses.append(loss.item())
         if step % 10 == 0 or step == len(steps) - 1:
-            console.print(f"step {step:4}  {losses[-1]:.4f} nats a byte", highlight=False)
+            console.print(f"step {step:4}  {losses[-1]:.4f} nats per byte", highlight=False)
     return losses
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if the gradient is that of the dense mask and the loss falls, and 1 otherwise."""
+    """Return 0 if the gradient equals that of the dense mask and the loss falls, and 1 otherwise."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--tokens", type=int, default=800, help="bytes of a step, at least")
-    parser.add_argument("--length", type=int, default=384, help="longest document; what is behind is cut off")
-    parser.add_argument("--block-size", type=int, default=16, help="keys of a block")
-    parser.add_argument("--blocks", type=int, default=4, help="blocks that a query sees, among them its own")
+    parser.add_argument("--tokens", type=int, default=800, help="minimum number of bytes per step")
+    parser.add_argument("--length", type=int, default=384, help="the longest document; longer ones are cut")
+    parser.add_argument("--block-size", type=int, default=16, help="keys per block")
+    parser.add_argument("--blocks", type=int, default=4, help="blocks that a query sees, including its own")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--backend", help="of the selection and of attention; default: what the device runs by itself")
+    parser.add_argument("--backend", help="backend of selection and attention; default: chosen for the device")
     arguments = parser.parse_args(argv)
     console, device = Console(), device_named(arguments.device)
     drawn = initial_weights(torch.Generator().manual_seed(arguments.seed))
@@ -121,15 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     steps = [row_of(next(documents)) for _ in range(arguments.steps)]
     with one_thread():
         difference = largest_difference(weights, steps[0], arguments)
-        console.print(f"largest difference of a gradient, of its largest entry: {difference:.1g}", highlight=False)
+        console.print(f"largest relative difference of a gradient: {difference:.1g}", highlight=False)
         start = time.perf_counter()
         losses = train(weights, steps, arguments, console)
         seconds = time.perf_counter() - start
     first, last = statistics.mean(losses[:STEPS]), statistics.mean(losses[-STEPS:])
     seen = arguments.blocks * arguments.block_size
     console.print(
-        f"from {first:.2f} to {last:.2f} nats a byte in {len(losses)} steps and {seconds:.1f} s, with at most {seen} "
-        f"keys of up to {arguments.length} for a query", highlight=False,
+        f"from {first:.2f} to {last:.2f} nats per byte in {len(losses)} steps and {seconds:.1f} s, with at most {seen} "
+        f"of up to {arguments.length} keys per query", highlight=False,
     )  # fmt: skip
     return int(difference > BOUND or last > FALL * first)
 

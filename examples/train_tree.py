@@ -1,11 +1,11 @@
-"""Gradients of rollouts that share their prompts, packed as a prefix tree, beside those of the rollouts one by one.
+"""Compare the gradients of rollouts that are packed as a prefix tree with those of the rollouts one by one.
 
     python examples/train_tree.py
 
-takes seconds on one core. In reinforcement learning many answers to one prompt are trained on, and dialogues share all
-their turns up to where they part. As a tree each shared token is computed once: `tree_ranges` says which tokens are a
-token's ancestors, and `varlen_attention` lets it see those alone. The loss is that of all rollouts, in which a shared
-token counts as often as there are rollouts that have it, so loss and gradients are those of the unshared batch.
+takes seconds on one core. In reinforcement learning, a model is trained on many answers to one prompt, and dialogues
+share their turns up to the point where they differ. In a prefix tree each shared token is computed once: `tree_ranges`
+lists the ancestors of each token, and in `varlen_attention` the token sees only these. In the loss, a shared token
+counts once for each rollout that contains it, so loss and gradients equal those of the unshared batch.
 """
 
 import argparse
@@ -28,19 +28,19 @@ Rollouts = list[tuple[int, ...]]
 
 
 class Tree(NamedTuple):
-    """Rollouts as a prefix tree whose tokens are packed depth first; each is a tensor [T]."""
+    """Rollouts as a prefix tree whose tokens are packed depth first. Every field is a tensor [T]."""
 
     tokens: torch.Tensor
-    parents: torch.Tensor  # where a token's parent is packed, -1 for a root
+    parents: torch.Tensor  # the packed position of a token's parent, -1 for a root
     depths: torch.Tensor  # a token's position in its rollouts
-    counts: torch.Tensor  # the number of rollouts that have it
+    counts: torch.Tensor  # the number of rollouts that contain a token
 
 
 def tree_of(rollouts: Rollouts) -> Tree:
-    """The prefix tree of rollouts. Sorted, they are in depth-first order: each parts from the last at some token."""
+    """The prefix tree of rollouts. Sorting puts them in depth-first order."""
     rows: list[tuple[int, int, int]] = []
     counts: list[int] = []
-    path: list[int] = []  # where the last rollout's tokens are packed
+    path: list[int] = []  # the packed positions of the last rollout's tokens
     last: tuple[int, ...] = ()
     for rollout in sorted(rollouts):
         shared = next((at for at, pair in enumerate(zip(last, rollout, strict=False)) if pair[0] != pair[1]), len(last))
@@ -57,7 +57,7 @@ def tree_of(rollouts: Rollouts) -> Tree:
 
 
 def tree_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) -> torch.Tensor:
-    """Nats of all rollouts, each token of the tree computed once and predicted from its parent."""
+    """The loss of all rollouts in nats. Each token of the tree is computed once and predicted from its parent."""
     tree = tree_of(rollouts)
     edges, ranges = torch.tensor([0, len(tree.tokens)], dtype=torch.int32), tree_ranges(tree.parents)
 
@@ -74,7 +74,7 @@ def tree_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) 
 
 
 def unshared_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) -> torch.Tensor:
-    """The same of the rollouts packed one after another, each with a copy of what it shares."""
+    """The same loss for rollouts that are packed one after another, each with its own copy of shared tokens."""
     device = weights["embed"].device
     lengths = [len(rollout) for rollout in rollouts]
     tokens = torch.cat([torch.tensor(rollout, device=device) for rollout in rollouts])
@@ -85,13 +85,13 @@ def unshared_loss(weights: Weights, rollouts: Rollouts, backend: str | None = No
         return varlen_attention(q, k, v, edges, edges, causal=True, backend=backend)
 
     hidden = GQA.forward_by_heads(weights, tokens, positions, attend)
-    later = positions[1:] > 0  # a first token is predicted from nothing
+    later = positions[1:] > 0  # the first token of a rollout is not predicted
     logits = hidden[:-1][later] @ weights["embed"].T
     return F.cross_entropy(logits, tokens[1:][later], reduction="sum")
 
 
 class Step(NamedTuple):
-    """A loss, its gradients, the seconds that they took, and the bytes that the loss kept for the gradients."""
+    """A loss, its gradients, the time of both in seconds, and the bytes saved for the backward pass."""
 
     loss: float
     gradients: Weights
@@ -118,7 +118,7 @@ def step(loss_of: Callable[..., torch.Tensor], weights: Weights, rollouts: Rollo
 
 
 def rollouts_of(text: bytes, prompt: int, turns: int, answers: int, length: int) -> Rollouts:
-    """Dialogues that share a prompt of so many bytes; behind each of some turns that follow it stand some answers."""
+    """Dialogues that share a prompt of `prompt` bytes, with `turns` different turns and `answers` answers per turn."""
 
     def pieces() -> Iterator[bytes]:
         for start in range(prompt, len(text) - length, length):
@@ -135,12 +135,12 @@ def rollouts_of(text: bytes, prompt: int, turns: int, answers: int, length: int)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompt", type=int, default=512, help="bytes that all rollouts share")
-    parser.add_argument("--turns", type=int, default=2, help="turns that follow it")
-    parser.add_argument("--answers", type=int, default=8, help="rollouts of each turn")
-    parser.add_argument("--length", type=int, default=64, help="bytes of a turn and of an answer")
+    parser.add_argument("--turns", type=int, default=2, help="number of turns after the prompt")
+    parser.add_argument("--answers", type=int, default=8, help="number of rollouts per turn")
+    parser.add_argument("--length", type=int, default=64, help="bytes per turn and per answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", help="default: a GPU if there is one")
-    parser.add_argument("--backend", help="of varlen_attention; default: what the device runs by itself")
+    parser.add_argument("--backend", help="backend of varlen_attention; default: chosen for the device")
     arguments = parser.parse_args(argv)
     drawn = initial_weights(torch.Generator().manual_seed(arguments.seed))
     device = device_named(arguments.device)
@@ -162,7 +162,7 @@ def show(console: Console, rollouts: Rollouts, tree: Step, unshared: Step) -> No
         table.add_row(name, str(count), f"{made.loss:.3f}", f"{made.seconds:.2f}", f"{made.kept / 1e6:.1f}")
     console.print(table)
     largest = max(relative(tree.gradients[name], gradient) for name, gradient in unshared.gradients.items())
-    console.print(f"largest difference of a gradient, of its largest entry: {largest:.1g}", highlight=False)
+    console.print(f"largest relative difference of a gradient: {largest:.1g}", highlight=False)
 
 
 def relative(one: torch.Tensor, other: torch.Tensor) -> float:

@@ -17,7 +17,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def differences_in(said: str) -> list[float]:
-    parts = " ".join(said.split()).split("of its largest entry: ")[1:]
+    parts = " ".join(said.split()).split("relative difference of a gradient: ")[1:]
     return [float(part.split()[0]) for part in parts]
 
 

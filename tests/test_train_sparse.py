@@ -16,7 +16,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def difference_in(said: str) -> float:
-    return float(said.partition("of its largest entry: ")[2].split()[0])
+    return float(said.partition("relative difference of a gradient: ")[2].split()[0])
 
 
 @pytest.mark.parametrize("backend", [[], ["--backend", "reference", "--tokens", "60"]])
