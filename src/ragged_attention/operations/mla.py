@@ -53,7 +53,8 @@ class Latent(FrontEnd[Array, Memory]):
             indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache, in any order. An index
                 outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a row; an index that
                 is listed twice counts twice.
-            sm_scale: factor on q . k; default `d_qk ** -0.5`.
+            sm_scale: factor on q . k; default `d_qk ** -0.5`. Absorbed models must pass the scale of their heads before
+                absorption, such as `192 ** -0.5` in DeepSeek-V3; see `mla_decode`.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.
             sinks: f32 [H] (f64 with float64 queries), one logit per head, which is added to the denominator of the
                 softmax only.
@@ -182,7 +183,10 @@ class Latent(FrontEnd[Array, Memory]):
                 query token, in any order. A slot outside [0, P * G), such as -1, selects nothing; a slot that is listed
                 twice counts twice.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.
-            sm_scale: factor on q . k; default `d_qk ** -0.5`.
+            sm_scale: factor on q . k; default `d_qk ** -0.5`. Models with absorbed projections must pass the scale of
+                their heads before absorption: DeepSeek-V3, whose heads have 128 + 64 columns, `192 ** -0.5`, where the
+                default is `576 ** -0.5`. Nothing in the arguments shows that q is absorbed, so a call without the scale
+                cannot be refused. The default is that of FlashMLA.
             causal: dense calls only. Queries are aligned at the end: query j of a sequence sees positions < kv_len - (Q
                 - 1 - j).
             sliding_window: dense calls only. Query j sees only positions >= kv_len - (Q - 1 - j) - sliding_window (with

@@ -96,7 +96,8 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             kv_lens, page_indices, cu_q_lens: i32 [S], [S, M] and [S + 1], as in `ragged_paged_attention`.
             num_seqs, max_q_len: as in `ragged_paged_attention`.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.
-            sm_scale: factor on q . k; default `d_qk ** -0.5`.
+            sm_scale: factor on q . k; default `d_qk ** -0.5`. Absorbed models must pass the scale of their heads before
+                absorption, such as `192 ** -0.5` in DeepSeek-V3; see `mla_decode`.
             causal, sliding_window, soft_cap, sinks, q_scale, return_lse, return_max_logits: as in
                 `ragged_paged_attention`.
             kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
@@ -105,7 +106,9 @@ class RaggedLatent(FrontEnd[Array, Memory]):
                 forms; default `kv_scale`.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
                 the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
-            key_ranges: i32 [T, R, 2], the positions that each query sees, as in `ragged_paged_attention`.
+            key_ranges: i32 [T, R, 2], the positions that each query sees, as in `ragged_paged_attention`. They also
+                serve trees of drafts, since this operation has no `draft_mask`: the guide to tree speculation shows how
+                `ragged_attention.key_ranges.tree_ranges` makes them.
             cache_format, cache_layout: as in `mla_decode`.
             out_dtype, out, backend, options: as in `ragged_paged_attention`.
 
