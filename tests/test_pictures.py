@@ -52,7 +52,11 @@ def test_a_picture_is_small_and_readable_anywhere(name: str) -> None:
     assert used <= known
     width, height = (float(root.get(side, 0)) for side in ("width", "height"))
     for element in root.iter(f"{SVG}text"):
-        assert 0 <= float(element.get("x", -1)) <= width
+        x, text = float(element.get("x", -1)), element.text or ""
+        needed = len(text) * (5.3 if "small" in (element.get("class") or "") else 6.4)  # pixels, in common fonts
+        start = x - needed * {"end": 1.0, "middle": 0.5}.get(element.get("text-anchor", ""), 0.0)
+        assert start > -5, f"cut off: {text}"
+        assert start + needed < width + 5, f"cut off: {text}"
         assert 0 <= float(element.get("y", -1)) <= height
 
 

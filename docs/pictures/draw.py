@@ -44,13 +44,13 @@ def pages() -> drawing.Drawing:
     size = batch.sample.page_size
     drawn = drawing.Drawing(
         "A ragged batch and its pages",
-        f"{len(batch.q_lens)} sequences of different lengths in one call; the cache of each lies in pages of {size} "
-        "slots, of which the last may not be full.",
+        f"{len(batch.q_lens)} sequences of different lengths in one call. The cache of each sequence is in pages of "
+        f"{size} slots; the last page may not be full.",
     )
     y = drawing.draw_pages(drawn, 20, batch.lengths, size) + 16
     slots, used = sum(batch.pages) * size, sum(batch.kv_lens)
     padded = len(batch.kv_lens) * max(batch.pages) * size
-    text = f"{used} keys in {slots} slots; if every sequence had room for the longest there would be {padded}"
+    text = f"{used} keys in {slots} slots; rows as long as the longest sequence would need {padded} slots"
     drawn.text(LEFT, y, text, "small quiet")
     return drawn
 
@@ -58,14 +58,14 @@ def pages() -> drawing.Drawing:
 def visited_keys() -> drawing.Drawing:
     """The blocks that the programs of one sequence visit, as the kernels' plan has them."""
     cases = {
-        "causal: 512 tokens behind 1536 cached ones": batch_of((512,), (2048,)),
-        "the same with a sliding window of 1100 keys": batch_of((512,), (2048,), sliding_window=1100),
-        "a draft of 64 tokens with a mask, behind 1400": batch_of((64,), (1464,), draft=64),
+        "causal: 512 new tokens after 1536 cached tokens": batch_of((512,), (2048,)),
+        "the same call with a sliding window of 1100 keys": batch_of((512,), (2048,), sliding_window=1100),
+        "a draft tree of 64 tokens with a mask, after 1400 cached tokens": batch_of((64,), (1464,), draft=64),
     }
     drawn = drawing.Drawing(
         "Which keys a program visits",
-        "Three calls of ragged_paged_attention on an H200. A row is a program: a block of query tokens; blocks of keys "
-        "that all of them see need no masks, those at the edges do, all others are not visited.",
+        "Three calls of ragged_paged_attention on an H200. A row is a program, which computes a block of query tokens. "
+        "Blocks of keys that all of these tokens see need no mask, blocks at the edges do, the others are not visited.",
     )
     y = 20.0
     for name, batch in cases.items():
@@ -86,7 +86,7 @@ def masks() -> drawing.Drawing:
         "sliding window of 6": ranges.causal_ranges(*own, sliding_window=6),
         "chunks of 8": ranges.chunked_ranges(*own, chunk=8),
         "blocks of 4": ranges.block_causal_ranges(*own, block=4),
-        "spans 3 - 8 and 11 - 17": ranges.span_ranges(*own, spans=np.array([[[3, 8], [11, 17]]], np.int32)),
+        "images at 3-8 and 11-17": ranges.span_ranges(*own, spans=np.array([[[3, 8], [11, 17]]], np.int32)),
         "prefix of 4, window of 5": ranges.prefix_window_ranges(*own, prefix=4, sliding_window=5),
         "window on both sides": ranges.window_ranges(*own, left=3, right=3),
         "a prefix tree": ranges.tree_ranges(np.array(branches, np.int32)),
@@ -94,8 +94,8 @@ def masks() -> drawing.Drawing:
     cell, columns = 8, 4
     drawn = drawing.Drawing(
         "Masks as ranges of keys",
-        f"Eight masks of {size} queries, a row each, over {size} keys, a column each. Coloured is what a query sees, "
-        "by its first, second, third and fourth range.",
+        f"Eight masks of {size} queries (rows) over {size} keys (columns). The colours show the keys that a query sees "
+        "through its first, second, third and fourth range.",
     )
     step = (LEFT + WIDTH) / columns
     for index, (name, found) in enumerate(cases.items()):
@@ -106,6 +106,54 @@ def masks() -> drawing.Drawing:
         for kind, edges in zip(("one", "two", "three", "four"), np.moveaxis(found, 1, 0), strict=False):
             boxes = [(begin, query, end - begin) for query, (begin, end) in enumerate(edges) if begin < end]
             drawn.boxes(kind, [(x + a * cell, y + 8 + q * cell, n * cell, cell - 1) for a, q, n in boxes])
+    return drawn
+
+
+def selections() -> drawing.Drawing:
+    """Keys that sparse attention reads, selected by the reference from random scores: one square a kind of lists."""
+    tokens, cell, block = 32, 6, 4
+    rng = np.random.default_rng(5)
+    query, key = np.arange(tokens)[:, None], np.arange(tokens)
+    near = 1.5 * np.exp((key - query) / 6)  # scores favour recent keys, as those of models do
+    scores = np.where(key <= query, rng.standard_normal((tokens, tokens)) + near, -np.inf)
+    top_k, top_k_blocks = (
+        getattr(importlib.import_module(f"ragged_attention.reference.{name}"), name)
+        for name in ("top_k_indices", "top_k_blocks")
+    )
+
+    def cells(lists: np.ndarray, width: int) -> list[tuple[int, int, int]]:
+        """Of each entry: first key, query and number of keys that the query sees."""
+        found = [(entry * width, row, width) for row, entries in enumerate(lists) for entry in entries if entry >= 0]
+        return [(first, row, min(first + count, row + 1) - first) for first, row, count in found]
+
+    block_scores = scores.reshape(tokens, 1, -1, block).max(axis=3)
+    forced = top_k_blocks(np.where(np.isinf(block_scores), -np.inf, 0), 2, init_blocks=1, local_blocks=1)
+    blocks = top_k_blocks(block_scores, 4, init_blocks=1, local_blocks=1)
+    rows = np.where((key[: tokens // block] + 1) * block <= query + 1, block_scores[:, 0], -np.inf)  # complete rows
+    window = [(max(row - 5, 0), row, min(row + 1, 6)) for row in range(tokens)]
+    squares: dict[str, list[tuple[str, list[tuple[int, int, int]]]]] = {
+        "indexer_topk: 6 keys": [("one", cells(top_k(scores, 6), 1))],
+        "select_blocks: 4 blocks": [("one", cells(blocks[:, 0], block)), ("two", cells(forced[:, 0], block))],
+        "DeepSeek-V4: a window, 3 rows": [("three", cells(top_k(rows, 3), block)), ("two", window)],
+    }
+    drawn = drawing.Drawing(
+        "Keys that sparse attention reads",
+        f"Three kinds of lists for {tokens} queries (rows) over {tokens} keys (columns): the best keys, the best "
+        "blocks of keys with the first block and the query's own, and a window with compressed rows of 4 keys.",
+    )
+    meanings = [
+        ("one", "selected by score"),
+        ("two", "always selected"),
+        ("three", f"a row that stands for {block} keys"),
+    ]
+    drawn.legend(10, 20, [*meanings, ("faint", "not read")])
+    step = (LEFT + WIDTH + 30) / len(squares)
+    for column, (name, kinds) in enumerate(squares.items()):
+        x, y = 10 + column * step, 56
+        drawn.text(x, y - 8, name, "head")
+        drawn.boxes("faint", [(x, y, tokens * cell, tokens * cell)])
+        for kind, found in kinds:
+            drawn.boxes(kind, [(x + a * cell, y + q * cell, n * cell - 0.5, cell - 0.5) for a, q, n in found])
     return drawn
 
 
@@ -132,15 +180,15 @@ def splits() -> drawing.Drawing:
     ends = [max(turn.stop for turn in schedule.timeline(launch, lanes)) for launch in (fixed, ours)]
     drawn = drawing.Drawing(
         "How a skewed batch fills a GPU",
-        f"Decode of 63 sequences of 1k keys and one of 128k on {lanes} multiprocessors, by list scheduling in keys. "
-        f"With {count} parts for every sequence it ends after {ends[0]} keys, with parts of one length after "
-        f"{ends[1]}.",
+        f"Decode of 63 sequences of 1k keys and one sequence of 128k keys on {lanes} multiprocessors. Time is counted "
+        f"in keys. With {count} KV splits for every sequence, decode ends after {ends[0]} keys; with KV splits of "
+        f"equal length, it ends after {ends[1]} keys.",
     )
     y = 20.0
-    for name, launch in ((f"{count} parts for every sequence", fixed), ("parts of one length for all", ours)):
+    for name, launch in ((f"{count} KV splits for every sequence", fixed), ("KV splits of equal length", ours)):
         share = schedule.filled(schedule.timeline(launch, lanes), lanes)
-        drawn.text(10, y, f"{name}: {launch.working} programs, {lanes} multiprocessors, {share:.0%} filled", "head")
-        drawn.legend(LEFT, y + 18, [("one", "63 sequences of 1k keys"), ("two", "one of 128k")])
+        drawn.text(10, y, f"{name}: {launch.working} programs, {lanes} multiprocessors, {share:.0%} busy", "head")
+        drawn.legend(LEFT, y + 18, [("one", "63 sequences of 1k keys"), ("two", "one sequence of 128k keys")])
         y = drawing.draw_timeline(drawn, y + 28, launch, lanes, seq=63, end=max(ends)) + 24
     return drawn
 
@@ -269,9 +317,9 @@ def kv_rows() -> drawing.Drawing:
     """The formats of caches of K and V byte by byte: a row of each, and two of vLLM's pages."""
     width, tokens = 64, 2
     drawn = drawing.Drawing(
-        "Formats of K/V caches, byte by byte",
+        "Formats of KV caches, byte by byte",
         f"The {width} columns of a row of K or V of one head: codes in the pages, and scales and zero points in the "
-        f"scale pages. Below, pages of {tokens} tokens in which the scales lie, as vLLM has them.",
+        f"scale pages. Below: vLLM's pages of {tokens} tokens, which also hold the scales.",
     )
     row_scale, page_scale = WIDTH / (2.6 * width), WIDTH / (2 * tokens * (width + ITEM_BYTES["float32"]))
     drawn.legend(LEFT, 20, [("one", "codes, in pages"), ("two", "scales, in scale pages"), ("three", "zero point")])
@@ -302,7 +350,7 @@ def kv_rows() -> drawing.Drawing:
         sizes = " + ".join(str(size) for _, size in kv_parts(form, width))
         row(name, pieces, row_scale, f"{sizes} bytes: {_said_of(form, width)}")
     y += 14
-    drawn.text(10, y, f"In the pages themselves: {tokens} tokens of one head in vLLM", "head")
+    drawn.text(10, y, f"vLLM's pages, which also hold the scales: {tokens} tokens of one head", "head")
     y += 12
     named = {form.name: form for form in reversed(SCALED_FORMATS)}
     for name, by_row in (("int8_token_head", True), ("int4_token_head", True), ("nvfp4", False)):
@@ -317,11 +365,11 @@ def kv_rows() -> drawing.Drawing:
 
 def _said_of(form: KvFormat, width: int) -> str:
     if not form.scaled:
-        return "no scale" if not form.quantized else "scales in the call"
+        return "no scale" if not form.quantized else "scales are arguments of the call"
     scales = form.scales.removeprefix("float8_").removesuffix("fnu").removesuffix("fn")
     if form.group:
         return f"{form.scales_of_row(width)} scales of {form.group} columns, {scales}"
-    zeros = {"": "", "mantissa": ", its lowest 4 bits the zero point", "stored": " and a zero point"}
+    zeros = {"": "", "mantissa": ", whose lowest 4 bits are the zero point", "stored": " and a zero point"}
     return f"a scale{zeros[form.zero]}, {scales}"
 
 
@@ -346,14 +394,14 @@ def index_page() -> drawing.Drawing:
         found.append((int(key[0]), "values" if len(columns) == 1 else "scales", len(columns)))
     drawn = drawing.Drawing(
         "A page of the indexer's keys, byte by byte",
-        f"A page of {keys} keys of {head_dim}: the e4m3 values of all keys, then a float32 scale of each.",
+        f"A page of {keys} keys of {head_dim} columns: the e4m3 values of all keys, then a float32 scale for each key.",
     )
     drawn.legend(LEFT, 20, [("one", "values"), ("two", "scales")])
-    drawn.text(LEFT - 8, 45, f"{keys} keys of {head_dim}: {page.size} bytes", "small", "end")
+    drawn.text(LEFT - 8, 45, f"{keys} keys, {head_dim} columns: {page.size} bytes", "small", "end")
     scale, y = WIDTH / page.size, 61.0
     for start, stop, key, kind, _ in runs_of(found):
         drawn.boxes(KINDS[kind], [(LEFT + start * scale, 34, (stop - start) * scale - 0.4, 14)])
-        what = f"{stop - start} e4m3 values" if kind == "values" else "its scale, float32"
+        what = f"{stop - start} e4m3 values" if kind == "values" else "scale, float32"
         drawn.text(LEFT, y, f"{start} - {stop - 1}: key {key}, {what}", "small quiet")
         y += 12
     return drawn
@@ -407,12 +455,12 @@ def roofline() -> drawing.Drawing:
     """What is predicted for each case, as times of its floor, on a scale of factors."""
     rows = loops()
     drawn = drawing.Drawing(
-        "Predictions for an H200, as times of the floor",
-        "For every case of the workloads: 1 is its floor, in which each needed byte comes once and no operation is "
-        "wasted; the bound of its plan and code; and an estimate with waiting. Nothing of this is measured.",
+        "Predicted times on an H200, divided by the floor",
+        "For every case of the workloads: the bound from its plan and code, and an estimate that includes waiting, "
+        "both divided by the floor, which loads each needed byte once and wastes no operation. Nothing is measured.",
     )
-    drawn.text(10, 20, "Predicted, not measured: times of the floor, on an H200", "head")
-    drawn.legend(LEFT + 60, 38, [("one", "bound of plan and code"), ("two", "estimate with waiting")])
+    drawn.text(10, 20, "Predicted, not measured: time on an H200 divided by the floor", "head")
+    drawn.legend(LEFT + 60, 38, [("one", "bound from plan and code"), ("two", "estimate with waiting")])
     left, most = LEFT + 60, 40.0
     unit = (WIDTH - 100) / math.log2(most)
     top = 52
@@ -460,10 +508,10 @@ def seesaw() -> drawing.Drawing:
     left = LEFT - 120
     drawn = drawing.Drawing(
         "The seesaw of two warpgroups",
-        "A pair of blocks of 64 keys: which products the tensor cores do for which warpgroup, and what the two do "
-        f"meanwhile. The axis is cycles of the tensor cores, {total} for a pair; other work is not to scale.",
+        "A pair of blocks of 64 keys: the products that the tensor cores compute for each warpgroup, and the other "
+        f"work of both warpgroups. The axis is in tensor core cycles, {total} for a pair; other work is not to scale.",
     )
-    drawn.text(10, 20, f"A pair of blocks of 64 keys: {total} cycles of the tensor cores", "head")
+    drawn.text(10, 20, f"A pair of blocks of 64 keys: {total} tensor core cycles", "head")
     drawn.legend(left, 40, [("one", "W0: left half of the output"), ("two", "W1: right half"), ("faint", "other work")])
     for line, name in enumerate(("tensor cores", "W0", "W1")):
         drawn.text(left - 8, y + 14 + 34 * line, name, "small", "end")
@@ -503,13 +551,13 @@ def cpu() -> drawing.Drawing:
     found = measured_on_a_cpu()
     runs = found["runs"]
     drawn = drawing.Drawing(
-        "Time of others over ours on a CPU",
-        f"Right of the line at 1 ours is faster. Measured on {found['cpu']}, torch {found['torch']}, {found['date']}.",
+        "Time of other libraries divided by ours, on a CPU",
+        f"Above 1, ours is faster. Measured on {found['cpu']}, torch {found['torch']}, {found['date']}.",
     )
-    labels = LEFT + 100
-    drawn.text(10, 20, "Measured: time of others over ours; right of 1 ours is faster", "head")
+    labels = LEFT + 190
+    drawn.text(10, 20, "Measured: the other library's time divided by ours (above 1, ours is faster)", "head")
     drawn.legend(labels, 40, [(kind, TITLES[peer]) for kind, peer in PEERS.items()])
-    panel = (WIDTH - 80) / len(runs)
+    panel = (WIDTH - 170) / len(runs)
     for number, run in enumerate(runs):
         left = labels + number * panel
         threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
@@ -577,25 +625,27 @@ def growth() -> drawing.Drawing:
     found = json.loads((DOCS.parent / "benchmarks" / "results" / "growth_cpu.json").read_text())
     drawn = drawing.Drawing(
         "How decode grows on a CPU",
-        "Nanoseconds for each key and KV head, by the keys of a sequence, measured; and the share of the time "
-        f"of 1 to 64 threads that programs fill, planned. Measured on {found['cpu']}, torch {found['torch']}.",
+        "Measured nanoseconds per key and KV head, by keys per sequence; and the planned share of the time of 1 to 64 "
+        f"threads that programs use. Measured on {found['cpu']}, torch {found['torch']}.",
     )
     panel, top = (LEFT + WIDTH + 20) / (len(found["runs"]) + 1), 70.0
     counts = sorted({row["num_seqs"] for run in found["runs"] for row in run["growth"]})
     kinds = dict(zip(counts, ("one", "two", "three", "four"), strict=True))
-    drawn.text(10, 20, "Decode: nanoseconds for a key and KV head, and the threads that programs fill", "head")
+    drawn.text(10, 20, "Decode: nanoseconds per key and KV head, and the share of threads in use", "head")
     drawn.legend(40, 38, [(kind, f"{count} sequences" if count > 1 else "1 sequence") for count, kind in kinds.items()])
     for number, run in enumerate(found["runs"]):
         threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
         columns = sorted({row["keys"] for row in run["growth"]})
         points = [(kinds[row["num_seqs"]], columns.index(row["keys"]), row["nanoseconds"]) for row in run["growth"]]
         names = [f"{keys // 1024}k" if keys >= 1024 else str(keys) for keys in columns]
-        _draw_powers(drawn, (40 + number * panel, top, panel - 60), (4, 8), points, f"{threads}, keys", names)
+        _draw_powers(
+            drawn, (40 + number * panel, top, panel - 60), (4, 8), points, f"{threads}, by keys per sequence", names
+        )
     shares = {("grey", column, 100 * share) for row in found["plan"].values() for column, share in enumerate(row)}
     least = min(found["plan"], key=lambda name: min(found["plan"][name]))
     box = (40 + len(found["runs"]) * panel, top, panel - 60)
-    drawn.text(box[0], 44, f"{len(found['plan'])} batches, the lowest {least} keys", "small quiet")
-    _draw_powers(drawn, box, (4, 7), sorted(shares), "% of the threads' time, planned", found["planned_threads"])
+    drawn.text(box[0], 44, f"{len(found['plan'])} batches; lowest: {least} keys", "small quiet")
+    _draw_powers(drawn, box, (4, 7), sorted(shares), "planned use of the threads' time, %", found["planned_threads"])
     return drawn
 
 
@@ -625,11 +675,11 @@ def scaling() -> drawing.Drawing:
     """Tokens a second of three models over the devices of three networks, as `benchmarks/scaling.py` plans them."""
     plan = importlib.import_module("benchmarks.scaling")
     drawn = drawing.Drawing(
-        "Tokens a second over devices",
+        "Tokens per second by number of devices",
         f"Decode of {plan.BATCH} sequences of {plan.CONTEXT} positions by three models over 8 to 1024 devices on three "
-        "networks, KV heads divided first and then positions. A plan, nothing of it is measured.",
+        "networks. KV heads are divided first, then positions. This is a plan; nothing of it is measured.",
     )
-    drawn.text(10, 20, f"Planned, not measured: tokens a second, {plan.BATCH} sequences of 128k positions", "head")
+    drawn.text(10, 20, f"Planned, not measured: tokens per second, {plan.BATCH} sequences of 128k positions", "head")
     kinds = dict(zip((network.name for network in plan.NETWORKS), ("one", "two", "three"), strict=True))
     drawn.legend(LEFT, 38, [(kind, name) for name, kind in kinds.items()])
     devices = [2**power for power in range(3, 11)]
@@ -661,6 +711,7 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "pages": pages,
     "visited_keys": visited_keys,
     "masks": masks,
+    "selections": selections,
     "splits": splits,
     "kv_rows": kv_rows,
     "mla_rows": mla_rows,

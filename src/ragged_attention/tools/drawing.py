@@ -91,6 +91,10 @@ def named(first: int, last: int) -> str:
     return f"{first}" if first == last else f"{first} - {last}"
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def draw_pages(
     drawing: Drawing, y: float, lengths: Sequence[tuple[int, int]], page_size: int, max_rows: int = 24
 ) -> float:
@@ -98,17 +102,20 @@ def draw_pages(
 
     A run of sequences with equal lengths shares a row. Returns the y coordinate below the last row.
     """
-    drawing.text(10, y, f"Sequence: number of new tokens, of keys, and of pages of {page_size} slots", "head")
+    drawing.text(10, y, f"Sequences and their pages of {counted(page_size, 'slot')}", "head")
     y += 22
     longest = max(-(-kv_len // page_size) for _, kv_len in lengths) * page_size
     scale = WIDTH / max(longest, 1)
     gap = 1.0 if scale * page_size >= 6 else 0.0
-    drawing.legend(LEFT, y, [("one", "cached before"), ("two", "this step's tokens"), ("faint", "unused slots")])
+    drawing.legend(LEFT, y, [("one", "cached keys"), ("two", "keys of new tokens"), ("faint", "unused slots")])
     y += 10
     for first, last in runs(lengths)[:max_rows]:
         q_len, kv_len = lengths[first]
         pages = -(-kv_len // page_size)
-        drawing.text(LEFT - 8, y + 11, f"{named(first, last)}: {q_len} of {kv_len} in {pages}", "small", "end")
+        label = f"seq {named(first, last)}: {q_len} new, {counted(kv_len, 'key')}, {counted(pages, 'page')}"
+        if len(label) > 36:  # wider than its column
+            label = label.rpartition(", ")[0]
+        drawing.text(LEFT - 8, y + 11, label, "small", "end")
         spans = {"one": (0, kv_len - q_len), "two": (kv_len - q_len, kv_len), "faint": (kv_len, pages * page_size)}
         for kind, (start, stop) in spans.items():
             drawing.boxes(kind, _cut(start, stop, page_size if gap else 0, scale, gap, y))
