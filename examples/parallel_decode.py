@@ -1,11 +1,12 @@
-"""Attention over several processes, each of which checks itself against attention on one device.
+"""Compute attention in several processes, and check the results against attention on one device.
 
     torchrun --nproc-per-node 2 examples/parallel_decode.py
 
-runs anywhere: two, three or four processes on a CPU (gloo), or one for each GPU (nccl). Six sequences are decoded for a
-few steps, their cache divided by heads, then by positions: every process writes the keys and values that are its own,
-and no other. Then a latent cache, dense and by lists, and a training step of packed sequences in a ring. Rank 0 prints
-how far each lies from one device; the exit status says whether all are near enough.
+runs anywhere: with two, three or four processes on a CPU (gloo), or with one process for each GPU (nccl). Six sequences
+are decoded for a few steps. Their cache is divided by heads, and then by positions. Every process writes only its own
+keys and values. Then the example attends to a latent cache, dense and by lists, and runs a training step of packed
+sequences in a ring. Rank 0 prints the largest difference of each result from one device. The exit status says whether
+all of them are small enough.
 """
 
 import os
@@ -37,36 +38,37 @@ from ragged_attention.torch.distributed import (
 SEQS, STEPS, PAGE = 6, 4, 16
 KV_HEADS, GROUP, SIZE = 12, 2, 64  # 12 KV heads are divided by 2, 3, 4 or 6 processes
 LATENT, D_V = 96, 64
+SM_SCALE = 48**-0.5  # of the heads before absorption, not of their 96 columns after it
 PROMPTS = (100, 37, 64, 5, 81, 16)
 BOUND = 1e-4
 
-Cache = tuple[torch.Tensor, torch.Tensor]  # pages, and the table that says which are whose
+Cache = tuple[torch.Tensor, torch.Tensor]  # pages, and the page table
 
 
 def empty_cache(row: tuple[int, ...], device: torch.device) -> Cache:
-    """Room for every sequence, its pages in no order."""
+    """A cache of zeros with enough pages for every sequence, in random order."""
     columns = -(-(max(PROMPTS) + STEPS) // PAGE)
     table = torch.randperm(SEQS * columns, device=device).reshape(SEQS, columns).to(torch.int32)
     return torch.zeros(SEQS * columns, PAGE, *row, device=device), table
 
 
 def slots_of(positions: torch.Tensor, seqs: torch.Tensor, table: torch.Tensor, shard: KvShard) -> torch.Tensor:
-    """Where a rank keeps tokens at these positions of these sequences: -1, which is skipped, where it does not."""
+    """The slots in which a rank stores the tokens at these positions; -1, which writes skip, for other ranks' ones."""
     return page_indices_to_slots(shard.local(positions)[:, None], table[seqs.long()], PAGE).flatten()
 
 
 def decode(device: torch.device) -> dict[str, float]:
-    """Steps of decode with the cache whole, divided by heads, and divided by positions."""
+    """Decode for a few steps over a whole cache, a cache divided by heads, and one divided by positions."""
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,))
     alone, shard = KvShard(1, PAGE, 0), KvShard(size, PAGE, rank)
     pages, table = empty_cache((2 * KV_HEADS, SIZE), device)
-    own_pages = pages.clone()  # enough for any rank; a server would allot a part
+    own_pages = pages.clone()  # a server would allocate only this rank's part
     by_heads = distribute_tensor(pages.clone(), mesh, [Shard(2)], src_data_rank=None)
     differences = {"by heads": 0.0, "by positions": 0.0}
 
     def write(lens: list[int], first: list[int]) -> None:
-        """New tokens of every sequence into the whole cache, and into this rank's part of it."""
+        """Write new tokens of every sequence into the whole cache, and this rank's part of them into its own."""
         spans = [torch.arange(start, stop, device=device) for start, stop in zip(first, lens, strict=True)]
         positions = torch.cat(spans).to(torch.int32)
         seqs = torch.cat([torch.full_like(span, seq) for seq, span in enumerate(spans)])
@@ -89,7 +91,7 @@ def decode(device: torch.device) -> dict[str, float]:
         found = ragged_paged_attention(divided, by_heads, kv_lens, table, edges)
         assert isinstance(found, DTensor)
         assert found.placements == (Shard(1),)
-        whole = found.redistribute(mesh, [Replicate()]).to_local()  # for the comparison alone
+        whole = found.redistribute(mesh, [Replicate()]).to_local()  # only for the comparison
         merged = context_parallel_decode(q, own_pages, kv_lens, table, edges, shard=shard, max_q_len=1)
         assert isinstance(merged, torch.Tensor)
         for name, result in (("by heads", whole), ("by positions", merged)):
@@ -98,7 +100,7 @@ def decode(device: torch.device) -> dict[str, float]:
 
 
 def decode_latents(device: torch.device) -> dict[str, float]:
-    """The same over latents: all of them, and those at positions that an indexer would list."""
+    """Decode over latents: over all of them, and over positions as an indexer would list them."""
     alone, shard = KvShard(1, PAGE, 0), KvShard(dist.get_world_size(), PAGE, dist.get_rank())
     cache, table = empty_cache((1, LATENT), device)
     own_cache = cache.clone()
@@ -111,17 +113,19 @@ def decode_latents(device: torch.device) -> dict[str, float]:
     q = torch.randn(SEQS, 2, GROUP * KV_HEADS, LATENT, device=device)
     kv_lens = torch.tensor(PROMPTS, dtype=torch.int32, device=device)
     listed = torch.stack([torch.randint(-1, length, (2, 24), device=device) for length in PROMPTS]).to(torch.int32)
-    dense, _ = context_parallel_mla_decode(q, own_cache, table, kv_lens, causal=True, d_v=D_V, shard=shard)
-    sparse, _ = context_parallel_mla_decode(q, own_cache, table, indices=listed, d_v=D_V, shard=shard)
-    slots = page_indices_to_slots(listed, table, PAGE)
+    sizes = {"d_v": D_V, "sm_scale": SM_SCALE}
+    dense, _ = context_parallel_mla_decode(q, own_cache, table, kv_lens, causal=True, shard=shard, **sizes)
+    sparse, _ = context_parallel_mla_decode(q, own_cache, table, indices=listed, shard=shard, **sizes)
+    expected_dense, _ = mla_decode(q, cache, table, kv_lens, causal=True, **sizes)
+    expected_sparse, _ = mla_decode(q, cache, indices=page_indices_to_slots(listed, table, PAGE), **sizes)
     return {
-        "latents": float((dense - mla_decode(q, cache, table, kv_lens, causal=True, d_v=D_V)[0]).abs().max()),
-        "latents by lists": float((sparse - mla_decode(q, cache, indices=slots, d_v=D_V)[0]).abs().max()),
+        "latents": float((dense - expected_dense).abs().max()),
+        "latents by lists": float((sparse - expected_sparse).abs().max()),
     }
 
 
 def train(device: torch.device) -> dict[str, float]:
-    """Packed sequences in a ring, forward and backward."""
+    """Run the forward and the backward pass of packed sequences in a ring."""
     tokens = 48 * dist.get_world_size()
     edges = torch.tensor([0, 30, 31, tokens - 5], dtype=torch.int32, device=device)
     heads = (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)
@@ -149,7 +153,7 @@ def main() -> int:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=2))
-    torch.manual_seed(0)  # every process draws the same, of which it uses its part
+    torch.manual_seed(0)  # every process draws the same numbers and uses its part of them
     differences = decode(device) | decode_latents(device) | train(device)
     worst = torch.tensor(list(differences.values()), device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -158,7 +162,7 @@ def main() -> int:
         print(f"{dist.get_world_size()} processes on {device.type}; largest difference from one device:")
         for name, difference in zip(differences, worst.tolist(), strict=True):
             print(f"  {name:<20} {difference:.1e} {'' if difference < BOUND else 'TOO FAR'}".rstrip())
-    dist.barrier()  # gloo ends a process that leaves while another still talks to it
+    dist.barrier()  # with gloo, a process fails if another one exits while they still communicate
     dist.destroy_process_group()
     return 0 if good else 1
 

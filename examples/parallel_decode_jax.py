@@ -1,12 +1,13 @@
-"""Attention over several devices in jax, checked against attention on one.
+"""Compute attention on several devices in jax, and check the results against attention on one device.
 
     python examples/parallel_decode_jax.py
     python examples/parallel_decode_jax.py --devices 3
 
-On a CPU the devices are virtual. Six sequences are decoded for a few steps, their cache divided by heads, then by
-positions: each device writes the keys and values that are its own, and no other. Then a latent cache, dense and by
-lists, and a training step of packed sequences in a ring. Printed are the differences from one device and what the
-devices say to each other, as the compiled functions have it; the exit status says whether all are near enough.
+On a CPU the devices are virtual. Six sequences are decoded for a few steps. Their cache is divided by heads, and then
+by positions. Each device writes only its own keys and values. Then the example attends to a latent cache, dense and by
+lists, and runs a training step of packed sequences in a ring. It prints the largest difference of each result from one
+device, and the collective operations in the compiled functions. The exit status says whether all differences are small
+enough.
 """
 
 import argparse
@@ -20,13 +21,14 @@ from typing import Any
 SEQS, STEPS, PAGE = 6, 4, 16
 KV_HEADS, GROUP, SIZE = 12, 2, 64  # 12 KV heads are divided by 2, 3, 4 or 6 devices
 LATENT, D_V = 96, 64
+SM_SCALE = 48**-0.5  # of the heads before absorption, not of their 96 columns after it
 PROMPTS = (100, 37, 64, 5, 81, 16)
 BOUND = 1e-4
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--devices", type=int, default=4, help="2, 3, 4 or 6 (default 4)")
+    parser.add_argument("--devices", type=int, default=4, help="number of devices: 2, 3, 4 or 6 (default 4)")
     given = parser.parse_args(argv)
     if given.devices < 1 or KV_HEADS % given.devices:
         parser.error(f"expected --devices to divide {KV_HEADS} heads, got {given.devices}")
@@ -64,7 +66,7 @@ EXCHANGES = r" (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatt
 
 
 class Run:
-    """One run: a mesh, random numbers, and what has been found."""
+    """One run: a mesh, random numbers, and the results of the comparisons."""
 
     def __init__(self) -> None:
         self.mesh = Mesh(np.array(jax.devices()[: GIVEN.devices]), ("keys",))
@@ -75,23 +77,23 @@ class Run:
         return jnp.asarray(self.random.normal(size=shape), jnp.float32)
 
     def table(self) -> jax.Array:
-        """A page table with room for every sequence, its pages in no order."""
+        """A page table with enough pages for every sequence, in random order."""
         columns = -(-(max(PROMPTS) + STEPS) // PAGE)
         return jnp.asarray(self.random.permutation(SEQS * columns).reshape(SEQS, columns), jnp.int32)
 
     def on_each(self, function: Callable[..., Any], others: int, out_spec: Any) -> Callable[..., Any]:
-        """A function of every device's own cache [devices, ...] and of `others` arrays that all of them have."""
+        """A jitted function of one cache per device [devices, ...] and of `others` arrays that all devices have."""
 
         def local(cache: jax.Array, *arrays: jax.Array) -> Any:
             return function(cache[0], *arrays)
 
         specs = (KEYS, *[WHOLE] * others)
-        # Each device merges the same parts in the same order, but jax cannot know that: check_vma.
+        # check_vma=False: each device merges the same parts in the same order, but jax cannot infer that.
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=specs, out_specs=out_spec, check_vma=False)
         return jax.jit(mapped)
 
     def compare(self, name: str, function: Any, given: Sequence[Any], expected: Any) -> None:
-        """Note how far a jitted function's result lies from one device, and what its devices say to each other."""
+        """Record a jitted function's difference from `expected`, and the collective operations in its code."""
         difference = float(jnp.abs(function(*given) - expected).max())
         said = Counter(re.findall(EXCHANGES, function.lower(*given).compile().as_text()))
         before = self.found.get(name, (0.0, said))
@@ -99,13 +101,13 @@ class Run:
 
 
 def slots_of(positions: jax.Array, seqs: jax.Array, table: jax.Array, shard: KvShard) -> jax.Array:
-    """Where a device keeps tokens at these positions of these sequences: -1, which is skipped, where it does not."""
+    """The slots in which a device stores the tokens at these positions, or -1 for the tokens of other devices."""
     own = jnp.expand_dims(shard.local(positions), 1)
     return page_indices_to_slots(own, table[seqs], PAGE)[:, 0]
 
 
 def tokens(first: Sequence[int], stop: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """Positions and sequences of tokens from `first` to `stop` of each sequence."""
+    """The positions and sequence numbers of the tokens from `first` to `stop` of each sequence."""
     spans = [np.arange(*span, dtype=np.int32) for span in zip(first, stop, strict=True)]
     seqs = [np.full(len(span), seq, np.int32) for seq, span in enumerate(spans)]
     return jnp.asarray(np.concatenate(spans)), jnp.asarray(np.concatenate(seqs))
@@ -114,7 +116,7 @@ def tokens(first: Sequence[int], stop: Sequence[int]) -> tuple[jax.Array, jax.Ar
 def decode(run: Run) -> None:
     table, alone = run.table(), KvShard(1, PAGE, 0)
     shape = (table.size, PAGE, 2 * KV_HEADS, SIZE)
-    pages, own_pages = jnp.zeros(shape), jnp.zeros((GIVEN.devices, *shape))  # a server would allot parts
+    pages, own_pages = jnp.zeros(shape), jnp.zeros((GIVEN.devices, *shape))  # a server would allocate parts
     edges = jnp.arange(SEQS + 1, dtype=jnp.int32)
 
     def write_own(pages: Any, k: Any, v: Any, positions: Any, seqs: Any) -> Any:
@@ -159,12 +161,13 @@ def decode_latents(run: Run) -> None:
     def attend(cache: Any, q: Any, *, indices: Any = None) -> Any:
         return context_parallel_mla_decode(
             q, cache, table, None if indices is not None else kv_lens, indices=indices, causal=indices is None,
-            d_v=D_V, axis_name="keys", shard=RULE,
+            d_v=D_V, sm_scale=SM_SCALE, axis_name="keys", shard=RULE,
         )[0]  # fmt: skip
 
-    expected, _ = mla_decode(q, cache, table, kv_lens, causal=True, d_v=D_V)
+    expected, _ = mla_decode(q, cache, table, kv_lens, causal=True, d_v=D_V, sm_scale=SM_SCALE)
     run.compare("latents", run.on_each(attend, 1, WHOLE), (own, q), expected)
-    expected, _ = mla_decode(q, cache, indices=page_indices_to_slots(listed, table, PAGE), d_v=D_V)
+    slots = page_indices_to_slots(listed, table, PAGE)
+    expected, _ = mla_decode(q, cache, indices=slots, d_v=D_V, sm_scale=SM_SCALE)
     sparse = run.on_each(lambda cache, q, listed: attend(cache, q, indices=listed), 2, WHOLE)
     run.compare("latents by lists", sparse, (own, q, listed), expected)
 
@@ -202,7 +205,7 @@ def main() -> int:
     run = Run()
     for part in (decode, decode_latents, train):
         part(run)
-    print(f"{GIVEN.devices} devices, {jax.default_backend()}; largest difference from one, and what they exchange:")
+    print(f"{GIVEN.devices} devices, {jax.default_backend()}; largest difference from one device, and exchanges:")
     for name, (difference, said) in run.found.items():
         exchanged = ", ".join(f"{count} {what}" for what, count in said.items()) or "nothing"
         print(f"  {name:<20} {difference:.1e}  {exchanged} {'' if difference < BOUND else 'TOO FAR'}".rstrip())
