@@ -53,6 +53,10 @@ PAIR = re.compile(
     r'<img alt="([^"]+)" src="([^"]+)">\s*</picture>'
 )
 
+PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s#]+\.svg)\)")
+DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{(.*)\}\n(?=</style>)", re.DOTALL)
+SCHEMES = {"light": "", "dark": r"\1\n"}  # what takes the place of the rule
+
 
 def place(path: Path) -> Path:
     """The place of a repository file among the site's sources, relative to them."""
@@ -123,6 +127,8 @@ def stage(source: Path) -> list[Path]:
         destination.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix in AS_IT_IS:
             shutil.copyfile(path, destination)
+            for scheme in SCHEMES if follows_the_system(path) else ():
+                variant(destination, scheme).write_text(DARK.sub(SCHEMES[scheme], path.read_text()))
             continue
         text, found = with_links(path, page(path))
         is_listing = path.suffix not in (".md", ".ipynb")
@@ -139,6 +145,15 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
     """
     found: list[Path] = []
     text = PAIR.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", text)
+    in_schemes: set[str] = set()
+
+    def in_both(picture: re.Match) -> str:
+        if not follows_the_system(linked(path, unquote(picture[2]))):
+            return picture[0]
+        in_schemes.add(picture[2])
+        return " ".join(f"![{picture[1]}]({picture[2]}#only-{scheme})" for scheme in SCHEMES)
+
+    text = PICTURE.sub(in_both, text)
 
     def target(link: str) -> str:
         if urlsplit(link).scheme:
@@ -147,7 +162,10 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
         return os.path.relpath(place(found[-1]), place(path).parent)
 
     def moved(link: re.Match) -> str:
-        return f"]({target(link[1])}{link[2] or ''})"
+        to, anchor = target(link[1]), link[2] or ""
+        if link[1] in in_schemes:
+            to = variant(Path(to), anchor.removeprefix("#only-"))
+        return f"]({to}{anchor})"
 
     def moved_html(link: re.Match) -> str:
         # The generator renames pages in Markdown links, but not in HTML.
@@ -156,6 +174,16 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
 
     lines = [line if is_code else HTML_LINK.sub(moved_html, LINK.sub(moved, line)) for line, is_code in lines_of(text)]
     return "".join(lines), found
+
+
+def follows_the_system(path: Path) -> bool:
+    """Whether a picture has the colours of both schemes, and a rule that selects them by the reader's system."""
+    return path.suffix == ".svg" and bool(DARK.search(path.read_text()))
+
+
+def variant(path: Path, scheme: str) -> Path:
+    """The name of a picture in the colours of one scheme."""
+    return path.with_name(f"{path.stem}-{scheme}.svg")
 
 
 def lines_of(text: str) -> Iterator[tuple[str, bool]]:
@@ -196,11 +224,13 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.anchors.update(value for name in ("id", "name") if (value := given.get(name)))
-        if tag == "a" and (link := given.get("href")):
+        attributes = dict(attrs)
+        self.anchors.update(value for name in ("id", "name") if (value := attributes.get(name)))
+        if tag == "a" and (link := attributes.get("href")):
             self.links.append(link)
-        elif tag in ("link", "script", "img", "iframe", "source") and (link := given.get("href") or given.get("src")):
+        elif tag in ("link", "script", "img", "iframe", "source") and (
+            link := attributes.get("href") or attributes.get("src")
+        ):
             self.loaded.append(link)
 
 
@@ -232,15 +262,15 @@ def configured(config: str, urls: Mapping[str, str]) -> str:
 
 def trimmed(index: dict[str, Any]) -> dict[str, Any]:
     """The search index without signatures, and without the text below headings on the pages SEARCHED_BY_HEADINGS."""
-    kept = []
+    sections = []
     for section in index["items"]:
         page, _, heading = section["location"].partition("#")
         if heading.startswith("signature") and page.startswith("operations/"):
             continue
         if page in SEARCHED_BY_HEADINGS:
             section["text"] = "" if heading else section["text"].partition("</p>")[0]
-        kept.append(section)
-    return {**index, "items": kept}
+        sections.append(section)
+    return {**index, "items": sections}
 
 
 def built(site: Path) -> list[str]:

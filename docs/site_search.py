@@ -29,7 +29,7 @@ WEIGHTS = {"title": 3, "path": 2, "text": 1}
 BEST = 3
 # Queries and, for each, pages of which one must be among the best results. A page may be named by its folder.
 SEARCHES: dict[str, tuple[str, ...]] = {
-    "absorbed MLA": ("concepts",),
+    "absorbed MLA": ("concepts", "operations/ragged_mla_attention"),
     "ALiBi": ("concepts", "operations/ragged_paged_attention"),
     "AMD": ("backends", "amd"),
     "attention sinks gpt-oss": ("concepts", "operations/ragged_paged_attention"),
@@ -53,16 +53,16 @@ SEARCHES: dict[str, tuple[str, ...]] = {
     "multi-GPU": ("guides/scale_out",),
     "NVFP4": ("cache_formats",),
     "paged KV cache": ("concepts", "operations/ragged_paged_attention"),
-    "prefix caching": ("concepts",),
+    "prefix caching": ("guides/prefix_sharing",),
     "sequence packing": ("guides/train", "operations/varlen_attention"),
     "sliding window": ("masks", "concepts"),
     "soft cap Gemma": ("concepts",),
-    "speculative decoding": ("operations/ragged_paged_attention",),
+    "speculative decoding": ("guides/tree_speculation",),
     "top-k indexer": ("operations/indexer_topk", "sparse_attention"),
     "torch.compile": ("backends",),
     "TPU": ("backends", "tpu_kernels"),
     "transformers": ("transformers",),
-    "tree attention": ("masks",),
+    "tree attention": ("guides/tree_speculation",),
     "vLLM plugin": ("vllm",),
 }
 SCRIPT = """
@@ -102,8 +102,8 @@ class Index:
         self.locations = [section["location"] for section in index["items"]]
         for number, section in enumerate(index["items"]):
             for field in WEIGHTS:
-                given = section[field]
-                for position, word in enumerate(self.words([given] if isinstance(given, str) else given)):
+                value = section[field]
+                for position, word in enumerate(self.words([value] if isinstance(value, str) else value)):
                     self.places.setdefault(normal(word), {}).setdefault((number, field), []).append(position)
         self.sorted = sorted(self.places)
 

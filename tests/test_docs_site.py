@@ -215,6 +215,19 @@ def test_thirty_searches_lead_to_pages():
     assert {page for expected in site_search.SEARCHES.values() for page in expected} <= pages
 
 
+def test_a_picture_in_one_file_is_divided_by_colours_for_the_sites_switch(tmp_path):
+    """The files are those that docs/pictures/draw.py would write for each scheme."""
+    moved, _ = site.with_links(ROOT / "docs" / "masks.md", "![a\nb](pictures/masks.svg) [c](pictures/masks.svg)\n")
+    pair = " ".join(f"![a\nb](pictures/masks-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark"))
+    assert moved.startswith(pair)
+    site.stage(tmp_path)
+    pictures = tmp_path / "pictures"
+    for scheme in ("light", "dark"):
+        written = pictures / f"pages-{scheme}.svg"
+        assert written.read_text() == (ROOT / "docs" / "pictures" / written.name).read_text()
+        assert "prefers-color-scheme" not in (pictures / f"masks-{scheme}.svg").read_text()
+
+
 def test_faults_of_a_built_site_are_found(tmp_path):
     (tmp_path / "good.html").write_text('<p id="here"><a href="#here">x</a> <a href="https://example.org">y</a>')
     assert list(site.faults(tmp_path)) == []

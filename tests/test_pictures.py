@@ -29,6 +29,11 @@ def test_every_picture_has_a_script(draw: Any) -> None:
     assert sorted(draw.files()) == NAMES
 
 
+def test_the_gallery_shows_every_picture(draw: Any) -> None:
+    gallery = (FOLDER.parent / "gallery.md").read_text()
+    assert sorted(re.findall(r"\]\(pictures/(\w+)\.svg\)", gallery)) == sorted(draw.PICTURES)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_picture_is_what_its_script_draws(draw: Any, name: str) -> None:
     text = (FOLDER / f"{name}.svg").read_text()
