@@ -122,8 +122,8 @@ def with_outliers(width: int) -> Rows:
     generator = torch.Generator().manual_seed(1)
     factors = torch.ones(HEADS, width)
     for head in factors:
-        chosen = torch.randperm(width, generator=generator)[: max(width // 25, 2)]
-        head[chosen] = 10 + 10 * torch.rand(len(chosen), generator=generator)
+        outliers = torch.randperm(width, generator=generator)[: max(width // 25, 2)]
+        head[outliers] = 10 + 10 * torch.rand(len(outliers), generator=generator)
     k = k * factors
     return q / factors.square().mean().sqrt(), k, v
 
@@ -223,7 +223,7 @@ def times(forms: Sequence[Format]) -> dict[str, Any]:
         "cpu": machine(),
         "torch": torch.__version__,
         "apart": difference,
-        "over_bfloat16": {keys: kept for keys, (kept, _) in found.items()} if difference <= AGREEMENT else {},
+        "over_bfloat16": {keys: relative for keys, (relative, _) in found.items()} if difference <= AGREEMENT else {},
     }
 
 
@@ -236,8 +236,8 @@ def ratios(forms: Sequence[Format], keys: int) -> tuple[dict[str, float], float]
         return {name: seconds / least[BASE] for name, seconds in least.items()}
 
     runs = run(), run()
-    kept = {name: min(each[name] for each in runs) for name in calls}
-    return kept, max(abs(runs[0][name] - runs[1][name]) / kept[name] for name in calls)
+    best = {name: min(each[name] for each in runs) for name in calls}
+    return best, max(abs(runs[0][name] - runs[1][name]) / best[name] for name in calls)
 
 
 # ---- tables

@@ -134,8 +134,8 @@ class Judge:
         from ragged_attention.testing.mla.specs import DecodeSpec
         from ragged_attention.testing.runner import runner_for
 
-        given = {"topk": 330, "kv_lens": (400, 60, 330), "page_size": 64, "dtype": "bfloat16", "d_v": 512} | fields
-        batch = DecodeSpec(**given, d_qk=576, entries="distinct").build()
+        parameters = {"topk": 330, "kv_lens": (400, 60, 330), "page_size": 64, "dtype": "bfloat16", "d_v": 512} | fields
+        batch = DecodeSpec(**parameters, d_qk=576, entries="distinct").build()
         self.kind, self.wanted = "bfloat16", mla_decode(**batch.arguments())
         if splits == "parts":
             from ragged_attention.testing.mla.cache_specs import schedule_batch

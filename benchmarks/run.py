@@ -255,16 +255,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     machine = this_machine(options.framework, ceilings=True)
     try:
-        chosen = [find(name) for name in options.cases or DEFAULT_CASES]
+        cases = [find(name) for name in options.cases or DEFAULT_CASES]
     except KeyError as unknown:
         Console(stderr=True).print(unknown.args[0], markup=False)
         return 2
     if not machine.gpu:
-        chosen = [case.scaled_down(length=options.length) for case in chosen]
+        cases = [case.scaled_down(length=options.length) for case in cases]
         console.print(f"no GPU: cases scaled down to {options.length} positions, timed by the clock")
     results: list[Result] = []
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        for case in progress.track(chosen, description="timing"):
+        for case in progress.track(cases, description="timing"):
             backends = options.backend or default_backends(machine)
             results += run_case(case, machine, backends, with_peers=options.peers, rounds=options.rounds)
     console.print(table_of(results, machine))

@@ -94,11 +94,11 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = function()
+        result = function()
 
     def replay() -> Any:
         graph.replay()
-        return kept
+        return result
 
     return replay
 

@@ -151,16 +151,16 @@ def batched(model: Any) -> Run:
         page_size=32, num_blocks=512, max_batch_tokens=512, max_requests_per_batch=8, allow_block_sharing=False,
         auto_switch_to_flash=False,
     )  # fmt: skip
-    given = _prompts() + [prompt[::-1] for prompt in _prompts()]
+    inputs = _prompts() + [prompt[::-1] for prompt in _prompts()]
     with Peak() as peak:
         begin = time.perf_counter()
         found = model.generate_batch(
-            given, generation_config=config, continuous_batching_config=cache, warmup=False, progress_bar=False
+            inputs, generation_config=config, continuous_batching_config=cache, warmup=False, progress_bar=False
         )
         seconds = time.perf_counter() - begin
     rows = sorted(found, key=lambda name: int(name.rpartition("_")[2]))
     tokens = torch.tensor([found[row].generated_tokens for row in rows])
-    return Run(seconds, tokens.numel() + sum(map(len, given)), peak.bytes, tokens)
+    return Run(seconds, tokens.numel() + sum(map(len, inputs)), peak.bytes, tokens)
 
 
 def packed(model: Any) -> Run:

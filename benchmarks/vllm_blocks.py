@@ -98,8 +98,8 @@ class Step:
         pages = [-(-length // page) for _, length in case.lens]
         order = torch.randperm(sum(pages)).int().split(pages)
         self.table = torch.zeros(len(pages), max(pages) + 1, dtype=torch.int32)
-        for row, own in zip(self.table, order, strict=True):
-            row[: len(own)] = own
+        for row, row_pages in zip(self.table, order, strict=True):
+            row[: len(row_pages)] = row_pages
         kv_heads, blocks = case.heads[1], sum(pages) + 1
         self.dtype = torch.float8_e4m3fn if case.is_8_bit else torch.bfloat16
         shape = (blocks, kv_heads, page, 2 * case.size)
@@ -241,9 +241,9 @@ def of_m3(case: Case) -> tuple[float, float, float, float]:
             continue  # padding of a graph; vLLM's kernels leave its results undefined
         live.append(token)
         at = torch.arange(position + 1)
-        own = keys[step.table[row, at // PAGE].long(), at % PAGE].double()
+        row_keys = keys[step.table[row, at // PAGE].long(), at % PAGE].double()
         for head in range(case.index_heads):
-            products = own @ step.index_q[token, head].double()
+            products = row_keys @ step.index_q[token, head].double()
             scores = torch.stack([part.max() for part in products.split(BLOCK)])
             scores[-case.local :] = scores.max() + 1
             lists = max(lists, gap(selected["ours"][token, head], selected["theirs"][token, head], scores))
@@ -304,8 +304,8 @@ def of_qsa(case: Case) -> tuple[float, float, float, float]:
     group = case.heads[0] // case.heads[1]
     for token, row, position in step.positions():
         at = torch.arange((position + 1) // RATIO)
-        own = keys[step.table[row, at // (TOKEN_PAGE // RATIO)].long(), at % (TOKEN_PAGE // RATIO)].double()
-        scores = (step.index_q[token].double() @ own.T).relu().sum(0)
+        row_keys = keys[step.table[row, at // (TOKEN_PAGE // RATIO)].long(), at % (TOKEN_PAGE // RATIO)].double()
+        scores = (step.index_q[token].double() @ row_keys.T).relu().sum(0)
         lists = max(lists, gap(selected["ours"][0][token], selected["theirs"][0][token], scores))
         for side, rule in rules.items():
             line = selected[side][1][token, :-1].long()

@@ -480,18 +480,18 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
         "disable_log_stats": True,
     }
     where = folder / "original" if model.config in _RENAMED else folder
-    own = {"kv_cache_dtype": "nvfp4"} if model.is_nvfp4 and backend == "ragged" else {}
-    llm = vllm.LLM(model=str(where), **(settings | model.engine | own))
+    cache_options = {"kv_cache_dtype": "nvfp4"} if model.is_nvfp4 and backend == "ragged" else {}
+    llm = vllm.LLM(model=str(where), **(settings | model.engine | cache_options))
     begin = time.perf_counter()
     if model.task == "look":
-        asked = generated(vllm, llm, vllm_images.asked(model.config, prompts(model)), vllm_images.NAMES)
+        results = generated(vllm, llm, vllm_images.requests_for_vllm(model.config, prompts(model)), vllm_images.NAMES)
     elif model.task == "generate":
-        asked = generated(vllm, llm, [{"prompt_token_ids": tokens} for tokens in prompts(model)])
+        results = generated(vllm, llm, [{"prompt_token_ids": tokens} for tokens in prompts(model)])
     else:
-        asked = {"embed": embedded, "transcribe": transcribed}[model.task](vllm, llm, prompts(model))
+        results = {"embed": embedded, "transcribe": transcribed}[model.task](vllm, llm, prompts(model))
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     seconds = time.perf_counter() - begin
-    return asked | {
+    return results | {
         "version": vllm.__version__,
         "seconds": seconds,
         "implementations": sorted({name for layer in layers for name in implementation(layer)}),
@@ -507,15 +507,15 @@ def implementation(layer: Any) -> list[str]:
     return []
 
 
-def generated(vllm: Any, llm: Any, asked: list[dict[str, Any]], never: Iterable[int] = ()) -> dict[str, Any]:
+def generated(vllm: Any, llm: Any, requests: list[dict[str, Any]], never: Iterable[int] = ()) -> dict[str, Any]:
     """The tokens after the prompts, without the tokens `never`, and the prompts' log-probabilities."""
     settings = {
         "temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False,
         "logit_bias": dict.fromkeys(never, NEVER) or None,
     }  # fmt: skip
-    outputs = llm.generate(asked, vllm.SamplingParams(logprobs=1, prompt_logprobs=1, **settings), use_tqdm=False)
+    outputs = llm.generate(requests, vllm.SamplingParams(logprobs=1, prompt_logprobs=1, **settings), use_tqdm=False)
     # The same requests again, without prompt_logprobs, which would keep vLLM from using its prefix cache.
-    repeated = llm.generate(asked, vllm.SamplingParams(**settings), use_tqdm=False)
+    repeated = llm.generate(requests, vllm.SamplingParams(**settings), use_tqdm=False)
     return {
         "repeated": [list(output.outputs[0].token_ids) for output in repeated],
         "cached": sum(output.num_cached_tokens for output in repeated),
@@ -529,28 +529,28 @@ def generated(vllm: Any, llm: Any, asked: list[dict[str, Any]], never: Iterable[
     }
 
 
-def embedded(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
+def embedded(vllm: Any, llm: Any, token_lists: list[list[int]]) -> dict[str, Any]:
     """The prompts' embeddings, in the place of log-probabilities. There are no tokens."""
-    outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in given], use_tqdm=False)
+    outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in token_lists], use_tqdm=False)
     return {"tokens": [], "logprobs": [number for output in outputs for number in output.outputs.embedding]}
 
 
-def transcribed(vllm: Any, llm: Any, given: list[list[int]]) -> dict[str, Any]:
+def transcribed(vllm: Any, llm: Any, token_lists: list[list[int]]) -> dict[str, Any]:
     """The tokens for random sounds and prompts of several lengths, with their log-probabilities."""
     import numpy as np
 
     rng, rate = np.random.default_rng(0), 16000
-    asked = [
+    requests = [
         {
             "prompt_token_ids": tokens[:40],
             "multi_modal_data": {"audio": (rng.standard_normal(rate * (1 + i % 4) // 4).astype(np.float32), rate)},
         }
-        for i, tokens in enumerate(given)
+        for i, tokens in enumerate(token_lists)
     ]
     sampling = vllm.SamplingParams(
         temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, logprobs=1, detokenize=False
     )
-    results = [output.outputs[0] for output in llm.generate(asked, sampling, use_tqdm=False)]
+    results = [output.outputs[0] for output in llm.generate(requests, sampling, use_tqdm=False)]
     return {
         "tokens": [list(result.token_ids) for result in results],
         "logprobs": [
@@ -615,7 +615,7 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
     for layer in () if looks else made.model.layers:
         if hasattr(getattr(layer.self_attn, "indexer", None), "wq_b"):  # a DeepSeek indexer
             layer.self_attn.indexer.forward = functools.partial(quantised_indexer, layer.self_attn.indexer)
-    given = vllm_images.expanded(model.config, prompts(model)) if looks else [(each, {}) for each in prompts(model)]
+    inputs = vllm_images.expanded(model.config, prompts(model)) if looks else [(each, {}) for each in prompts(model)]
     tokens, logprobs = [], []
 
     def logits(whole: list[int], prompt: int, arrays: dict[str, Any]) -> Any:
@@ -627,7 +627,7 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
         return made(row, use_cache=False, **arrays).logits[0]
 
     with torch.inference_mode():
-        for prompt, arrays in given:
+        for prompt, arrays in inputs:
             whole = list(prompt)
             for _ in range(NEW_TOKENS):
                 last = logits(whole, len(prompt), arrays)[-1]

@@ -82,8 +82,8 @@ class Step:
         pages = [-(-length // PAGE) for _, length in LENS]
         order = (torch.randperm(BLOCKS - 1)[: sum(pages)] + 1).int().split(pages)
         self.table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
-        for row, own in zip(self.table, order, strict=True):
-            row[: len(own)] = own
+        for row, row_pages in zip(self.table, order, strict=True):
+            row[: len(row_pages)] = row_pages
         self.slots = torch.cat([
             self.table[row, torch.arange(length) // PAGE].long() * PAGE + torch.arange(length) % PAGE
             for row, (_, length) in enumerate(LENS)
@@ -108,8 +108,8 @@ class Step:
     def options(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The constructor arguments of both implementations."""
         case = self.case
-        given = (case.heads[0], case.size, case.size**-0.5, case.heads[1], None, case.window, case.cache)
-        return given, {"logits_soft_cap": case.soft_cap, "sinks": self.sinks}
+        positional = (case.heads[0], case.size, case.size**-0.5, case.heads[1], None, case.window, case.cache)
+        return positional, {"logits_soft_cap": case.soft_cap, "sinks": self.sinks}
 
     def metadata(self, is_split: bool) -> Any:
         """The step's metadata for vLLM's implementation.
@@ -151,8 +151,10 @@ class Step:
             logits = torch.einsum("qhd,khd->hqk", queries[self.edges[row] : self.edges[row + 1]], k) * case.size**-0.5
             if case.soft_cap is not None:
                 logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
-            own, at = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
-            logits = logits.masked_fill((at > own) | (own - at >= (case.window or kv_len)), -torch.inf)
+            query_at, key_at = torch.arange(kv_len - q_len, kv_len)[:, None], torch.arange(kv_len)
+            logits = logits.masked_fill(
+                (key_at > query_at) | (query_at - key_at >= (case.window or kv_len)), -torch.inf
+            )
             sinks = torch.full((case.heads[0],), -torch.inf) if self.sinks is None else self.sinks
             column = sinks.double()[:, None, None].expand(-1, q_len, 1)
             weights = torch.cat((logits, column), -1).softmax(-1)[..., :-1]
@@ -202,12 +204,12 @@ def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, flo
     assert RaggedAttentionBackend.customize_spec(spec) == customized
     content = specs.compute_layer_kv_cache_shape_bytes(customized, BLOCKS)[-1]
     theirs, ours = step.cache_of(content, spec.dtype), None
-    given, named = step.options()
-    their_impl = triton.TritonAttentionImpl(*given, **named)
+    positional, named = step.options()
+    their_impl = triton.TritonAttentionImpl(*positional, **named)
     keys, values = their_impl._pth_key_value_caches(theirs)  # this call also fills its scales
     ours = theirs.clone()
     their_impl.do_kv_cache_update(step.layer, step.k, step.v, theirs, step.slots)
-    our_impl: Any = RaggedAttentionBackend.get_impl_cls()(*given, **named)
+    our_impl: Any = RaggedAttentionBackend.get_impl_cls()(*positional, **named)
     with ra.use_backend(backend):
         our_impl.do_kv_cache_update(step.layer, step.k, step.v, ours, step.slots)
     changed = (theirs.view(torch.uint8) != ours.view(torch.uint8)).float().mean()

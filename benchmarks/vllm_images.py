@@ -43,7 +43,7 @@ class Kind:
     processor: dict[str, Any]
     size: tuple[int, int]  # (height, width) of an image
     tokens: int  # tokens per image
-    asked: int  # the token that stands for an image in a prompt for vLLM
+    prompt_token: int  # the token that stands for an image in a prompt for vLLM
     around: tuple[tuple[int, ...], tuple[int, ...]]  # the tokens before and after those of the image
     arrays: tuple[str, ...]  # the arrays of images that transformers' model takes
     types: str  # the model's argument that marks the image tokens
@@ -66,7 +66,7 @@ KINDS = {
         processor={"size": {"height": 32, "width": 32}},
         size=(32, 32),
         tokens=16,
-        asked=_BEGIN,
+        prompt_token=_BEGIN,
         around=((_BREAK, _BEGIN), (_END, _BREAK)),
         arrays=("pixel_values",),
         types="token_type_ids",
@@ -85,7 +85,7 @@ KINDS = {
         processor={"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3},
         size=(84, 120),
         tokens=70,
-        asked=_IMAGE,
+        prompt_token=_IMAGE,
         around=((_BEGIN,), (_END,)),
         arrays=("pixel_values", "image_position_ids"),
         types="mm_token_type_ids",
@@ -187,10 +187,10 @@ def with_images(kind: Kind, prompts: list[list[int]], image: list[int]) -> list[
     return requests
 
 
-def asked(config: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
+def requests_for_vllm(config: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
     """The prompts in the form for vLLM."""
     kind, requests = KINDS[config], []
-    for tokens, shown in with_images(kind, prompts, [kind.asked]):
+    for tokens, shown in with_images(kind, prompts, [kind.prompt_token]):
         request: dict[str, Any] = {"prompt_token_ids": tokens}
         requests.append(request | ({"multi_modal_data": {"image": shown}} if shown else {}))
     return requests

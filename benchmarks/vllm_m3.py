@@ -115,13 +115,13 @@ def quantise() -> None:
     home: Any = importlib.import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
     select, rotate = home.MiniMaxM3VLIndexer.forward, home.apply_rotary_pos_emb
 
-    def rotate_and_round(*given: Any) -> Any:
-        return tuple(x.bfloat16().to(x.dtype) for x in rotate(*given))
+    def rotate_and_round(*arguments: Any) -> Any:
+        return tuple(x.bfloat16().to(x.dtype) for x in rotate(*arguments))
 
-    def select_by_bfloat16(*given: Any) -> Any:
+    def select_by_bfloat16(*arguments: Any) -> Any:
         home.apply_rotary_pos_emb = rotate_and_round
         try:
-            return select(*given)
+            return select(*arguments)
         finally:
             home.apply_rotary_pos_emb = rotate
 

@@ -173,8 +173,8 @@ class Step:
         pages = [-(-length // PAGE) for _, length in case.lens]
         order = (torch.randperm(sum(pages)) + 1).split(pages)
         self.table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
-        for row, own in zip(self.table, order, strict=True):
-            row[: len(own)] = own
+        for row, row_pages in zip(self.table, order, strict=True):
+            row[: len(row_pages)] = row_pages
         self.q = torch.randn(tokens, heads, size).bfloat16()
         self.dtype = torch.float8_e4m3fn if case.is_8_bit else torch.bfloat16
         cache = torch.full((sum(pages) + 1, kv_heads, PAGE, 2 * size), torch.nan, dtype=self.dtype)

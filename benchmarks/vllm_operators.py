@@ -65,17 +65,17 @@ def of_the_indexer() -> Iterator[tuple[str, float]]:
         cache = rows.as_strided((pages, page, 1, size + 4), (rows.stride(0), size + 4, size + 4, 1))
         write_indexer_cache(torch.randn(pages * page, size), cache, torch.arange(pages * page), power_of_two=True)
         q, weights = torch.randn(4, heads, size).to(torch.float8_e4m3fn), torch.randn(4, heads)
-        given = (q, rows, weights, lens, table, page, 900)
-        theirs, own = vllm.fp8_paged_mqa_logits_cpu(*given), ours.fp8_paged_mqa_logits_cpu(*given)
+        arguments = (q, rows, weights, lens, table, page, 900)
+        theirs, our_result = vllm.fp8_paged_mqa_logits_cpu(*arguments), ours.fp8_paged_mqa_logits_cpu(*arguments)
         seen = torch.arange(900) < lens[:, None]
-        yield "fp8_paged_mqa_logits_cpu", cosine_difference(theirs[seen], own[seen])
+        yield "fp8_paged_mqa_logits_cpu", cosine_difference(theirs[seen], our_result[seen])
 
-        chosen = []
+        selections = []
         for module in (vllm, ours):
             slots, positions = (torch.empty(4, 512, dtype=torch.int32) for _ in range(2))
-            module.topk_transform_512_cpu(own, lens, table, slots, page, positions)
-            chosen.append((slots.sort().values, positions.sort().values))
-        yield "topk_transform_512_cpu", float(sum((a != b).sum() for a, b in zip(*chosen, strict=True)))
+            module.topk_transform_512_cpu(our_result, lens, table, slots, page, positions)
+            selections.append((slots.sort().values, positions.sort().values))
+        yield "topk_transform_512_cpu", float(sum((a != b).sum() for a, b in zip(*selections, strict=True)))
 
 
 def of_attention() -> Iterator[tuple[str, float]]:
@@ -108,13 +108,13 @@ def of_attention() -> Iterator[tuple[str, float]]:
             extra: dict[str, Any] = (
                 dict(extra_kv_cache=second, extra_indices=lists[1].int().unsqueeze(1)) if entries else {}
             )
-            own, _ = mla_decode(
+            our_result, _ = mla_decode(
                 q.unsqueeze(1), first, indices=lists[0].int().unsqueeze(1), sinks=sinks, sm_scale=512**-0.5, **extra
             )
             if "no key" in name:
-                yield name, float(theirs.abs().max() + own.abs().max())
+                yield name, float(theirs.abs().max() + our_result.abs().max())
             else:
-                yield name, cosine_difference(theirs, own.squeeze(1))
+                yield name, cosine_difference(theirs, our_result.squeeze(1))
 
 
 def of_the_window() -> Iterator[tuple[str, float]]:
@@ -133,13 +133,13 @@ def of_the_window() -> Iterator[tuple[str, float]]:
         cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
         slots = torch.randperm(5 * 16)[:tokens]
         slots[1:][-1:] = -1
-        theirs, own = (torch.zeros(5, 16, 1, 584, dtype=torch.uint8) for _ in range(2))
+        theirs, our_result = (torch.zeros(5, 16, 1, 584, dtype=torch.uint8) for _ in range(2))
         vllm.fused_qnorm_rope_kv_insert_cpu(q, kv, positions, theirs.view(5, -1), slots, cos_sin, 8, 1e-6, 16)
         latent_norm_rope_write(
-            q[..., 448:].contiguous(), kv, own, slots, positions=positions, cos_sin=cos_sin, interleaved=True,
+            q[..., 448:].contiguous(), kv, our_result, slots, positions=positions, cos_sin=cos_sin, interleaved=True,
             cache_format="fp8_v4",
         )  # fmt: skip
-        rows = [dequantize_mla_cache(cache, "fp8_v4") for cache in (theirs, own)]
+        rows = [dequantize_mla_cache(cache, "fp8_v4") for cache in (theirs, our_result)]
         yield "fused_qnorm_rope_kv_insert_cpu", cosine_difference(*rows)
 
 
@@ -171,7 +171,7 @@ def of_a_fused_step(
     rotary: Any = importlib.import_module("vllm.model_executor.layers.rotary_embedding")
     heads, kv_heads, size, rotary_size = shape
     impl: Any = RaggedAttentionBackend.get_impl_cls()(heads, size, size**-0.5, kv_heads)
-    given = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(dtype)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size).to(dtype)
     positions = torch.randint(0, 4096, (tokens,))
     weights = [(torch.randn(size) * 0.1 + 1).to(dtype) for _ in range(2)]
     rope = rotary.RotaryEmbedding(
@@ -182,7 +182,7 @@ def of_a_fused_step(
     rope.cos_sin_cache = cos_sin.float()
     layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
     for name in ("do_qk_norm_rope_kvcache_update", "do_rope_and_kv_cache_update"):
-        q, k, v = given.clone().split([heads * size, kv_heads * size, kv_heads * size], -1)
+        q, k, v = qkv.clone().split([heads * size, kv_heads * size, kv_heads * size], -1)
         new = [q.float().view(tokens, -1, size), k.float().view(tokens, -1, size)]
         if "norm" in name:
             for at, weight in enumerate(weights):
@@ -197,7 +197,7 @@ def of_a_fused_step(
         if "norm" in name:
             query, key = torch.empty_like(q), torch.empty_like(k)
             impl.do_qk_norm_rope_kvcache_update(
-                layer, given, query, key, positions, *weights, 1e-6, cos_sin, is_neox, cache, slots
+                layer, qkv, query, key, positions, *weights, 1e-6, cos_sin, is_neox, cache, slots
             )
         else:
             query = q.contiguous()
@@ -210,8 +210,8 @@ def of_a_fused_step(
         value = v.view(tokens, -1, size)[:slot_count][has]
         free = torch.ones(len(rows), dtype=torch.bool)
         free[slots[has]] = False
-        kept = before.transpose(1, 2).flatten(0, 1)[free]
-        wrong = (written[..., size:] != value).sum() + (rows[free] != kept).sum()
+        unwritten = before.transpose(1, 2).flatten(0, 1)[free]
+        wrong = (written[..., size:] != value).sum() + (rows[free] != unwritten).sum()
         yield "values, and slots that no token has", float(wrong)
 
 

@@ -50,12 +50,12 @@ def offered(front_end: str) -> set[str]:
 
 def signature(function: ast.FunctionDef) -> str:
     """A function's signature with the arguments of both front ends, one argument per line."""
-    given = function.args
-    defaults = [None] * (len(given.args) - len(given.defaults)) + list(given.defaults)
-    lines = [_argument(*pair) for pair in zip(given.args, defaults, strict=True)][1:]
-    if given.kwonlyargs:
+    parameters = function.args
+    defaults = [None] * (len(parameters.args) - len(parameters.defaults)) + list(parameters.defaults)
+    lines = [_argument(*pair) for pair in zip(parameters.args, defaults, strict=True)][1:]
+    if parameters.kwonlyargs:
         lines.append("*")
-    lines += [_argument(*pair) for pair in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    lines += [_argument(*pair) for pair in zip(parameters.kwonlyargs, parameters.kw_defaults, strict=True)]
     arguments = "".join(f"    {line},\n" for line in lines)
     result = ast.unparse(function.returns) if function.returns else "None"
     text = f"def {function.name}(\n{arguments}) -> {result}\n".replace("Pages[Array]", "Pages")
@@ -66,9 +66,9 @@ def about_signature(operation: str) -> str:
     """The section of a page with the operation's signature and the differences between the front ends."""
     path, function = functions()[operation]
     text = signature(function)
-    own = [argument.arg for argument in function.args.kwonlyargs if argument.arg in TORCH_ONLY]
-    only = " and ".join(f"`{name}`" for name in own)
-    only = f"; {only} {'are' if len(own) > 1 else 'is'} for torch only" if own else ""
+    torch_only = [argument.arg for argument in function.args.kwonlyargs if argument.arg in TORCH_ONLY]
+    only = " and ".join(f"`{name}`" for name in torch_only)
+    only = f"; {only} {'are' if len(torch_only) > 1 else 'is'} for torch only" if torch_only else ""
     pages = ", and `Pages` one array or a pair of arrays" if "Pages" in text else ""
     return (
         f"## Signature\n\nImport it from `ragged_attention.torch` or from `ragged_attention.jax`. `Array` is "
@@ -82,11 +82,11 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
     return f"{argument.arg}{kind}" + (f" = {ast.unparse(default)}" if default else "").replace("'", '"')
 
 
-def prose(text: str, own: str, operations: set[str]) -> str:
+def prose(text: str, operation: str, operations: set[str]) -> str:
     """A paragraph of a docstring as Markdown. Names of other operations become links to their pages."""
     parts = []
     for part in CODE.split(text):
-        if part.strip("`") in operations - {own} and part.startswith("`"):
+        if part.strip("`") in operations - {operation} and part.startswith("`"):
             parts.append(f"[{part}]({part.strip('`')}.md)")
         else:
             parts.append(part if part.startswith("`") else part.replace("*", "\\*").replace("<", "&lt;"))
@@ -105,21 +105,21 @@ def entries(text: str) -> Iterator[tuple[str, list[str]]]:
     The first part is a paragraph. Each other part is a paragraph or a list item, which begins with `- `.
     """
     for entry in re.split(r"\n(?=\S)", text):
-        names, _, said = entry.partition(":")
-        first, *others = re.split(r"\n\s*\n", said)
+        names, _, description = entry.partition(":")
+        first, *others = re.split(r"\n\s*\n", description)
         parts = [first]
         for each in map(inspect.cleandoc, others):
             parts += re.split(r"\n(?=- )", each) if each.startswith("- ") else [each]
         yield " ".join(names.split()), [" ".join(part.split()) for part in parts]
 
 
-def entry(names: str, parts: list[str], own: str, operations: set[str]) -> str:
+def entry(names: str, parts: list[str], operation: str, operations: set[str]) -> str:
     """An entry of a section as an item of a Markdown list. Lists and further paragraphs in it are indented."""
     bold = ", ".join(f"`{name}`" for name in names.split(", "))
-    text = f"- **{bold}**: {prose(parts[0], own, operations)}"
+    text = f"- **{bold}**: {prose(parts[0], operation, operations)}"
     for before, part in itertools.pairwise(parts):
         in_list = before.startswith("- ") and part.startswith("- ")
-        text += ("\n    " if in_list else "\n\n    ") + prose(part, own, operations)
+        text += ("\n    " if in_list else "\n\n    ") + prose(part, operation, operations)
     return text + "\n" * (len(parts) > 1)
 
 
@@ -135,18 +135,19 @@ def sections(docstring: str) -> Iterator[tuple[str, str]]:
     yield heading, textwrap.dedent("\n".join(held)).strip("\n")
 
 
-def described(docstring: str, own: str, operations: set[str]) -> str:
+def described(docstring: str, operation: str, operations: set[str]) -> str:
     """A docstring as Markdown."""
     lines = []
     for heading, text in sections(docstring):
         if heading:
             lines.append(f"## {SECTIONS[heading]}")
         if heading in ("Args:", "Raises:"):
-            listed = [entry(names, parts, own, operations) for names, parts in entries(text)]
+            listed = [entry(names, parts, operation, operations) for names, parts in entries(text)]
             lines.append("\n".join(listed).rstrip("\n"))
         else:
             lines += [
-                literal if is_literal else prose(literal, own, operations) for is_literal, literal in paragraphs(text)
+                literal if is_literal else prose(literal, operation, operations)
+                for is_literal, literal in paragraphs(text)
             ]
     return "\n\n".join(line for line in lines if line) + "\n"
 

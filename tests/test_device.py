@@ -64,7 +64,7 @@ class Planted:
         )  # fmt: skip
         pool, until = Pool("cpu"), time.monotonic() + seconds
         try:
-            PhaseRun(phase, pool, self.record, until, workers, lambda names: phase.chosen(self.record, names)).run()
+            PhaseRun(phase, pool, self.record, until, workers, lambda names: phase.select(self.record, names)).run()
         finally:
             pool.end()
 
@@ -135,9 +135,9 @@ def test_what_failed_is_run_first(planted: Planted) -> None:
     phase = plan.Phase(name="x", start=plan.Start("m"), workers=1, item_seconds=1, seconds=1)
     # The order is: failed items, items that never ran on this device, items that passed with other sources. Passed
     # items are left out.
-    assert phase.chosen(planted.record, names) == ["b", "a", "d", "f", "e"]
-    assert phase.chosen(planted.record, names, 2) == ["a", "d"]
-    assert dataclasses.replace(phase, always=True).chosen(planted.record, names) == names
+    assert phase.select(planted.record, names) == ["b", "a", "d", "f", "e"]
+    assert phase.select(planted.record, names, 2) == ["a", "d"]
+    assert dataclasses.replace(phase, always=True).select(planted.record, names) == names
 
 
 def test_an_item_that_the_end_of_a_phase_cuts_off_has_not_failed(planted: Planted) -> None:
@@ -395,7 +395,7 @@ def test_what_failed_is_measured_in_other_ways_too(tmp_path: Path, monkeypatch: 
     }  # fmt: skip
     assert sum(phase.seconds for phase in again.values()) <= plan.REPEATED
     for phase in again.values():
-        assert phase.chosen(record, ["corner: a", "corner: b", "corner: c"]) == ["corner: a"]
+        assert phase.select(record, ["corner: a", "corner: b", "corner: c"]) == ["corner: a"]
     assert again["torch triton, with CUDA's ptxas"].start.environ[-1] == ("TRITON_PTXAS_PATH", "/cuda/ptxas")
     assert again["torch triton, without PDL"].start.arguments[-1] == plan.WITHOUT_PDL
     assert [phase.name for phase in plan.phases("measure", record)][:4] == list(again)
@@ -424,8 +424,8 @@ def test_of_failures_of_a_kind_one_is_run_in_other_ways(tmp_path: Path) -> None:
         record.write("item", phase="torch triton", item=str(number), result="FAILED", message=message)
     again = {phase.name: phase for phase in plan.repeats(record)}
     names = [str(number) for number in range(40)]
-    assert len(again["torch triton"].chosen(record, names)) == 40
-    assert again["torch triton, without PDL"].chosen(record, names) == ["0", *names[30:35]]
+    assert len(again["torch triton"].select(record, names)) == 40
+    assert again["torch triton, without PDL"].select(record, names) == ["0", *names[30:35]]
     assert again["torch triton, without PDL"].workers == plan.TELLING
 
 

@@ -32,9 +32,9 @@ def asked_for(name: str) -> set[str]:
 
 
 # No extra names jax's plugin.
-@pytest.mark.parametrize("name", sorted({**OLDEST.packages, **OLDEST.apart}.keys() - {"jax-cuda13-plugin"}))
+@pytest.mark.parametrize("name", sorted({**OLDEST.packages, **OLDEST.separate}.keys() - {"jax-cuda13-plugin"}))
 def test_what_was_tried_is_what_is_allowed(name: str) -> None:
-    oldest, newest = ((each.packages | each.apart)[name] for each in (OLDEST, NEWEST))
+    oldest, newest = ((each.packages | each.separate)[name] for each in (OLDEST, NEWEST))
     assert asked_for(name) == {allowed(oldest, newest)}
 
 
@@ -45,7 +45,7 @@ def test_so_it_is_with_python() -> None:
 @pytest.mark.parametrize("name", versions.ENVIRONMENTS)
 def test_each_environment_was_run_as_it_is_and_nothing_failed(name: str) -> None:
     outcome, environment = OUTCOMES[name], versions.ENVIRONMENTS[name]
-    assert outcome["versions"] == {"python": environment.python, **environment.packages, **environment.apart}
+    assert outcome["versions"] == {"python": environment.python, **environment.packages, **environment.separate}
     assert outcome["tests"]["passed"] > 1000
     assert not outcome["tests"].get("failed")
 

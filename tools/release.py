@@ -193,11 +193,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands.add_parser("dist", help="build, check and try an sdist and a wheel")
     releasing = commands.add_parser("release", help="check that this commit can be released, and build")
     releasing.add_argument("--tag", action="store_true", help="tag it when all is well")
-    chosen = parser.parse_args(arguments)
-    if chosen.command == "dist":
+    options = parser.parse_args(arguments)
+    if options.command == "dist":
         dist(ROOT)
         return 0
-    return release(ROOT, datetime.date.today(), chosen.tag)
+    return release(ROOT, datetime.date.today(), options.tag)
 
 
 if __name__ == "__main__":

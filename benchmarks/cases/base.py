@@ -136,8 +136,10 @@ class Case(AnySample, abc.ABC):
                 return value
             return table(tables[name]) if name in tables else array(self.values(name, value, generator), value)
 
-        given = self.arguments(self.operation)
-        return {name: made(name, value) for name, value in given.items() if value is not None and name not in FORWARD}
+        arguments = self.arguments(self.operation)
+        return {
+            name: made(name, value) for name, value in arguments.items() if value is not None and name not in FORWARD
+        }
 
     # ---- results
 

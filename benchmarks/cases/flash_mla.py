@@ -96,8 +96,8 @@ class DecodeCase(Case):
         """The lists of a sparse case, one entry per cache. A dense case has none."""
         if self.topk is None:
             return ()
-        own = Lists(s_k=self.s_k, topk=self.topk, page_size=self.page_size, lengths=self.topk_lens)
-        return (own,) if self.extra is None else (own, self.extra)
+        main = Lists(s_k=self.s_k, topk=self.topk, page_size=self.page_size, lengths=self.topk_lens)
+        return (main,) if self.extra is None else (main, self.extra)
 
     def _with_heads(self, most: int) -> Self:
         return dataclasses.replace(self, h_q=min(self.h_q, max(most // self.h_kv, 1) * self.h_kv))
@@ -450,15 +450,15 @@ def cases_of(name: str) -> list[Case]:
 def covering(cases: Iterable[Case]) -> list[Case]:
     """A small selection of the cases that covers each pair of values of two parameters that occurs in any case."""
     open_pairs: dict[Case, set[Any]] = {case: _pairs(case) for case in cases}
-    chosen = []
+    subset = []
     while open_pairs:
         best = max(open_pairs, key=lambda case: len(open_pairs[case]))
         covered = open_pairs.pop(best)
-        chosen.append(best)
+        subset.append(best)
         for pairs in open_pairs.values():
             pairs -= covered
         open_pairs = {case: pairs for case, pairs in open_pairs.items() if pairs}
-    return chosen
+    return subset
 
 
 def _pairs(case: Case) -> set[Any]:

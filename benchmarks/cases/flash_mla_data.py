@@ -142,22 +142,22 @@ def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bflo
     q = maker.normal(case.b, case.s_q, case.h_q, case.d_qk)
     q = q.div_(10 if case.form != "e0" and not case.lists else 1).clamp_(-1, 1)
     scopes = [maker.scope(lists) for lists in case.lists or (None,)]
-    own, extra = scopes[0], scopes[1] if len(scopes) > 1 else {}
+    main, extra = scopes[0], scopes[1] if len(scopes) > 1 else {}
     return {
         "q": inside_larger(q),
-        "k_cache": own["cache"],
-        "block_table": own["table"],
-        "cache_seqlens": own["lens"],
+        "k_cache": main["cache"],
+        "block_table": main["table"],
+        "cache_seqlens": main["lens"],
         "head_dim_v": D_V,
         "softmax_scale": case.d_qk**-0.55 if case.form != "e0" and case.lists else None,
         "causal": case.causal,
         # The newest release has another default for this argument and is called without it.
         **({"cache_layout": case.layout} if case.form == "e4" else {"is_fp8_kvcache": case.quantized}),
-        "indices": own.get("indices"),
+        "indices": main.get("indices"),
         "attn_sink": maker.sinks(case.h_q) if case.sinks else None,
         "extra_k_cache": extra.get("cache"),
         "extra_indices_in_kvcache": extra.get("indices"),
-        "topk_length": own.get("topk_length"),
+        "topk_length": main.get("topk_length"),
         "extra_topk_length": extra.get("topk_length"),
     }
 
@@ -206,8 +206,8 @@ class Maker:
             if lists.lengths:
                 lengths = (self.uniform(case.b) * (lists.topk + 1)).int()
                 found["topk_length"] = lengths
-                behind = torch.arange(lists.topk, device=self.device) >= lengths[:, None, None]
-                listed = indices.masked_fill(behind, -1)
+                beyond = torch.arange(lists.topk, device=self.device) >= lengths[:, None, None]
+                listed = indices.masked_fill(beyond, -1)
             seen[listed[listed >= 0]] = True
             found["indices"] = inside_larger(indices.int())
         cache.masked_fill_(~seen.view(count, page_size, 1, 1), math.nan)
@@ -287,16 +287,16 @@ def prefill_inputs(case: PrefillCase, device: str, dtype: torch.dtype = torch.bf
 
     q, kv = values(case.s_q, case.h_q, case.d_qk), values(case.s_kv, 1, case.d_qk)
     if case.amplified:
-        chosen = uniform(case.s_kv, 1, 1) < 0.02
-        kv = torch.where(chosen, kv * (1 + 255 * uniform(case.s_kv, 1, 1)), kv).to(dtype)
+        is_large = uniform(case.s_kv, 1, 1) < 0.02
+        kv = torch.where(is_large, kv * (1 + 255 * uniform(case.s_kv, 1, 1)), kv).to(dtype)
     indices = _prefill_lists(case, uniform)
     lengths = None
     if case.topk_lens:
         lengths = (uniform(case.s_q) * max(case.topk + 1, 64)).int().clamp(max=case.topk)
     listed = indices
     if lengths is not None:
-        behind = torch.arange(case.topk, device=device) >= lengths[:, None]
-        listed = indices.masked_fill(behind, -1)
+        unused = torch.arange(case.topk, device=device) >= lengths[:, None]
+        listed = indices.masked_fill(unused, -1)
     seen = torch.zeros(case.s_kv, dtype=torch.bool, device=device)
     seen[listed[(listed >= 0) & (listed < case.s_kv)]] = True
     kv.masked_fill_(~seen[:, None, None], math.nan)
@@ -317,8 +317,8 @@ def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> t
     """
     step, count = max(CHUNK // case.s_kv, 1), min(case.topk, case.s_kv)
     rows = [min(step, case.s_q - first) for first in range(0, case.s_q, step)]
-    chosen = torch.cat([uniform(some, case.s_kv).argsort(-1)[:, :count] for some in rows])
-    no_index = torch.tensor(NO_INDEX, device=chosen.device)
+    selected = torch.cat([uniform(part, case.s_kv).argsort(-1)[:, :count] for part in rows])
+    no_index = torch.tensor(NO_INDEX, device=selected.device)
     no_index[NO_INDEX.index(0)] = case.s_kv
 
     def invalid(*shape: int) -> torch.Tensor:
@@ -326,16 +326,16 @@ def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> t
 
     if case.form == "e0":
         near = max(case.s_kv - 20000, 0)
-        late = (uniform(*chosen.shape) * (case.s_kv - near)).long().clamp(max=case.s_kv - near - 1) + near
-        chosen = torch.where(uniform(*chosen.shape) < 31 / 32, late, chosen)
-        tail = torch.full((case.s_q, case.topk - count), GARBAGE, device=chosen.device)
-        chosen = torch.cat([chosen, tail], -1)
-        return chosen.gather(-1, uniform(*chosen.shape).argsort(-1))
-    chosen = torch.cat([chosen, invalid(case.s_q, case.topk - count)], -1)
+        late = (uniform(*selected.shape) * (case.s_kv - near)).long().clamp(max=case.s_kv - near - 1) + near
+        selected = torch.where(uniform(*selected.shape) < 31 / 32, late, selected)
+        tail = torch.full((case.s_q, case.topk - count), GARBAGE, device=selected.device)
+        selected = torch.cat([selected, tail], -1)
+        return selected.gather(-1, uniform(*selected.shape).argsort(-1))
+    selected = torch.cat([selected, invalid(case.s_q, case.topk - count)], -1)
     if case.all_invalid:
         fully_masked = uniform(case.s_q) < 0.023
-        chosen = torch.where(fully_masked[:, None], invalid(case.s_q, 1), chosen)
-    return chosen
+        selected = torch.where(fully_masked[:, None], invalid(case.s_q, 1), selected)
+    return selected
 
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -345,16 +345,16 @@ def rows_of_41(cache: torch.Tensor, slots: torch.Tensor, layout: str | None) -> 
     """The rows of a cache with 528 or 288 bytes per token, decoded as in `rows_of`."""
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
     codes, size = cache.view(torch.uint8), {528: 512, 288: 256}[cache.shape[-1]]
-    behind = cache.shape[-1] - size
+    tail = cache.shape[-1] - size
     if layout == "page":
         pages = codes.as_strided((len(codes), codes[0].numel()), (codes.stride(0), 1))
 
         def bytes_at(first: torch.Tensor, count: int) -> torch.Tensor:
             return pages[page[..., None], first[..., None] + torch.arange(count, device=cache.device)]
 
-        values, scales = bytes_at(offset * size, size), bytes_at(cache.shape[1] * size + offset * behind, behind)
+        values, scales = bytes_at(offset * size, size), bytes_at(cache.shape[1] * size + offset * tail, tail)
     else:
-        values, scales = codes[page, offset, 0].split((size, behind), -1)
+        values, scales = codes[page, offset, 0].split((size, tail), -1)
     if size == 512:
         powers = torch.where(scales == 255, math.nan, torch.exp2(scales.float() - 127))
         rows = values.contiguous().view(torch.float8_e4m3fn).float() * powers.repeat_interleave(32, -1)
@@ -433,14 +433,14 @@ def decode_oracle(
             page_size = k_cache.shape[1]
             slots = block_table[seq].long()[positions // page_size] * page_size + positions % page_size
             keys = rows_of(k_cache, slots, cache_layout)[None]
-            behind = torch.arange(s_q - 1, -1, -1, device=q.device) if causal else positions.new_zeros(s_q)
-            valid = positions < length - behind[:, None]
+            later = torch.arange(s_q - 1, -1, -1, device=q.device) if causal else positions.new_zeros(s_q)
+            valid = positions < length - later[:, None]
         else:
-            chosen = [_selected(k_cache, indices[seq], topk_length, seq, cache_layout)]
+            selections = [_selected(k_cache, indices[seq], topk_length, seq, cache_layout)]
             if extra_k_cache is not None and extra_indices_in_kvcache is not None:
                 second = extra_k_cache, extra_indices_in_kvcache[seq], extra_topk_length, seq, cache_layout
-                chosen.append(_selected(*second))
-            keys, valid = (torch.cat(parts, 1) for parts in zip(*chosen, strict=True))
+                selections.append(_selected(*second))
+            keys, valid = (torch.cat(parts, 1) for parts in zip(*selections, strict=True))
         out, _, lse = attend(q[seq], keys, valid, scale, attn_sink)
         outs.append(out.to(q.dtype))
         lses.append(torch.where(lse == -math.inf, math.inf, lse).T)
@@ -469,9 +469,9 @@ def prefill_oracle(
     step = max(CHUNK // (indices.shape[2] * q.shape[2]), 1)
     parts = []
     for first in range(0, q.shape[0], step):
-        some = indices[first : first + step, 0]
+        part = indices[first : first + step, 0]
         lengths = None if topk_length is None else topk_length[None, first : first + step]
-        keys, valid = _selected(kv[:, None], some, lengths, 0)
+        keys, valid = _selected(kv[:, None], part, lengths, 0)
         parts.append(attend(q[first : first + step], keys, valid, sm_scale, attn_sink))
     out, highest, lse = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
     if convention == "base2":

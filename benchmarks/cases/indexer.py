@@ -168,12 +168,12 @@ class IndexerCase(Case, IndexerSample):
         """The selected keys of the first, a middle and the last token."""
         for token in sorted({0, self.num_tokens // 2, self.num_tokens - 1}):
             rows = slice(token, token + 1)
-            given = {name: to_numpy(inputs[name][rows]) for name in ("q", "weights")}
+            arguments = {name: to_numpy(inputs[name][rows]) for name in ("q", "weights")}
             if self.candidate_blocks:
-                given["candidate_blocks"] = to_numpy(inputs["candidate_blocks"][rows])
-                given["candidate_block_size"] = self.candidate_block_size
+                arguments["candidate_blocks"] = to_numpy(inputs["candidate_blocks"][rows])
+                arguments["candidate_block_size"] = self.candidate_block_size
             want = indexer_topk(
-                **given, **self._seen(inputs, token, to_numpy), top_k=self.top_k, q_dtype=self.dtype,
+                **arguments, **self._seen(inputs, token, to_numpy), top_k=self.top_k, q_dtype=self.dtype,
                 key_dtype=self.stored,
             )  # fmt: skip
             yield f"token {token}", to_numpy(out[rows]).astype(np.float64), want.astype(np.float64)
@@ -182,18 +182,18 @@ class IndexerCase(Case, IndexerSample):
         """The keys of one token, as arguments for a call with that token alone."""
         if self.packed:
             names = ("starts", "stops")
-            given = {name: to_numpy(inputs[name][token : token + 1]) for name in names}
-            return given | {
+            arguments = {name: to_numpy(inputs[name][token : token + 1]) for name in names}
+            return arguments | {
                 "keys": to_numpy(inputs["keys"]),
                 "key_scale": to_numpy(inputs["key_scale"]),
                 "relative": self.relative,
             }
-        seq, behind = token // self.num_q_tokens, self.num_q_tokens - 1 - token % self.num_q_tokens
+        seq, later = token // self.num_q_tokens, self.num_q_tokens - 1 - token % self.num_q_tokens
         pages = to_numpy(inputs["page_indices"][seq]).astype(np.int64)
         return {
             "keys": to_numpy(taken(inputs["keys"], pages)),
             "page_indices": np.arange(len(pages), dtype=np.int32)[None],
-            "kv_lens": np.array([self.max_len - behind], np.int32),
+            "kv_lens": np.array([self.max_len - later], np.int32),
             "cu_q_lens": np.array([0, 1], np.int32),
         }
 

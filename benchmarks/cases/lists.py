@@ -15,10 +15,10 @@ def lists_of(case: Any) -> np.ndarray:
     """
     lengths = zip(case.q_lens, case.kv_lens, strict=True)
     positions = np.concatenate([np.arange(kv_len - q_len, kv_len) for q_len, kv_len in lengths])
-    own = (np.maximum(positions, 0) // case.block_size)[:, None, None]
+    own_block = (np.maximum(positions, 0) // case.block_size)[:, None, None]
     step = np.arange(case.selected)[None, None, :] / max(case.selected - 1, 1)
     bend = 1 + np.arange(case.num_kv_heads)[None, :, None] / 8
-    return (own - own * step**bend).astype(np.int32)
+    return (own_block - own_block * step**bend).astype(np.int32)
 
 
 def list_table(case: Any) -> dict[str, np.ndarray]:

@@ -95,8 +95,8 @@ class LatentCase(Case, LatentSample):
         if not self.topk:
             window = self.sliding_window or self.max_len
             return self.max_num_seqs * min(self.max_len, window + self.num_q_tokens - 1), 0
-        own, extra = (min(self.max_len, self.num_q_tokens * topk) for topk in (self.topk, self.extra_topk))
-        return self.max_num_seqs * own, self.max_num_seqs * extra
+        main, extra = (min(self.max_len, self.num_q_tokens * topk) for topk in (self.topk, self.extra_topk))
+        return self.max_num_seqs * main, self.max_num_seqs * extra
 
     def needed_cache_bytes(self, widths: tuple[int, int]) -> int:
         """The bytes of the rows that at least one query sees, if rows of the two caches have `widths` bytes."""
@@ -120,9 +120,9 @@ class LatentCase(Case, LatentSample):
 
     def _seen(self, token: int) -> range:
         """The positions that a query token of a dense case sees."""
-        own = self.max_len - self.num_q_tokens + token
-        first = max(own - self.sliding_window + 1, 0) if self.sliding_window else 0
-        return range(first, own + 1 if self.causal else self.max_len)
+        position = self.max_len - self.num_q_tokens + token
+        first = max(position - self.sliding_window + 1, 0) if self.sliding_window else 0
+        return range(first, position + 1 if self.causal else self.max_len)
 
     def flops(self) -> int:
         return 2 * self.visible_pairs() * self.num_q_heads * (self.d_qk + self.d_v)
@@ -181,10 +181,10 @@ class LatentCase(Case, LatentSample):
             order = generator.permutation(self.max_len).astype(np.int32)
             starts = generator.permutation(self.num_q_tokens) * self.max_len // self.num_q_tokens
             positions = starts[:, None] + np.arange(topk)
-            chosen = order[positions % self.max_len]
+            selected = order[positions % self.max_len]
             if pages is not None:
-                chosen = pages[seq, chosen // page_size] * page_size + chosen % page_size
-            lists[seq] = np.where(np.arange(topk) < self.max_len, chosen, -1)
+                selected = pages[seq, selected // page_size] * page_size + selected % page_size
+            lists[seq] = np.where(np.arange(topk) < self.max_len, selected, -1)
         if not self.prefill:
             return lists
         return np.repeat(lists.reshape(self.num_tokens, 1, topk), self.num_kv_heads, 1)
@@ -229,14 +229,14 @@ class LatentCase(Case, LatentSample):
         seqs, tokens = ({0, count // 2, count - 1} for count in (self.max_num_seqs, self.num_q_tokens))
         for seq, token in itertools.product(sorted(seqs), sorted(tokens)):
             index = token if self.prefill else (seq, token)
-            given: dict[str, Any] = {}
+            caches: dict[str, Any] = {}
             for prefix in ("", "extra_") if self.extra_topk else ("",):
                 cache = inputs["kv" if self.prefill else f"{prefix}kv_cache"]
                 slots = self._seen_slots(inputs, prefix, seq, token, to_numpy)
-                given[f"{prefix}kv_cache"], given[f"{prefix}indices"] = _gathered(cache, slots, to_numpy)
+                caches[f"{prefix}kv_cache"], caches[f"{prefix}indices"] = _gathered(cache, slots, to_numpy)
             sinks = to_numpy(inputs["sinks"]) if self.sinks else None
             options = {"d_v": self.d_v, "sinks": sinks, "soft_cap": self.soft_cap, "cache_layout": self.cache_layout}
-            want, _ = mla_decode(to_numpy(inputs["q"][index])[None, None], **options, **given)
+            want, _ = mla_decode(to_numpy(inputs["q"][index])[None, None], **options, **caches)
             yield f"sequence {seq}, query {token}", to_numpy(out[index]), want[0, 0]
 
     def _seen_slots(self, inputs: Any, prefix: str, seq: int, token: int, to_numpy: Any) -> np.ndarray:

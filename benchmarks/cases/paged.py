@@ -124,11 +124,11 @@ class PagedCase(Case, Sample):
         factor = max(1.0, max(self.kv_lens) / length)
         kinds = [(q_len, kv_len == max(self.kv_lens)) for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True)]
         order = sorted(range(len(kinds)), key=lambda seq: kinds[: seq + 1].count(kinds[seq]))
-        kept = [(self.q_lens[seq], self.kv_lens[seq]) for seq in order[:sequences]]
-        kv_lens = [max(1, int(kv_len / factor) - index) for index, (_, kv_len) in enumerate(kept)]
+        kept_lens = [(self.q_lens[seq], self.kv_lens[seq]) for seq in order[:sequences]]
+        kv_lens = [max(1, int(kv_len / factor) - index) for index, (_, kv_len) in enumerate(kept_lens)]
         q_lens = [
             min(kv_len, q_len if q_len <= 8 else max(9, int(q_len / factor)))
-            for (q_len, _), kv_len in zip(kept, kv_lens, strict=True)
+            for (q_len, _), kv_len in zip(kept_lens, kv_lens, strict=True)
         ]
         kv_heads = min(2, self.num_kv_heads)
         return dataclasses.replace(
@@ -157,10 +157,10 @@ class PagedCase(Case, Sample):
             yield self.call(operation, device)
 
     def arguments(self, operation: str) -> dict[str, Any]:
-        given = super().arguments(operation)
-        if self.head_scales and given.get("k_scale") is not None:
-            given |= dict.fromkeys(("k_scale", "v_scale"), FakeArray((self.num_kv_heads,), "float32"))
-        return given
+        arguments = super().arguments(operation)
+        if self.head_scales and arguments.get("k_scale") is not None:
+            arguments |= dict.fromkeys(("k_scale", "v_scale"), FakeArray((self.num_kv_heads,), "float32"))
+        return arguments
 
     def tables(self, seed: int = 0) -> Tables:
         """Pages in random order. The entries after the last used page of a row are garbage."""
@@ -207,8 +207,8 @@ class PagedCase(Case, Sample):
         page_indices = to_numpy(inputs["page_indices"])
         for span in self._compared_spans():
             pages = page_indices[span.seq, : -(-span.kv_len // self.page_size)].astype(np.int64)
-            given = inputs["kv_pages"] if self.split_pages else (inputs["kv_pages"],)
-            gathered = tuple(to_numpy(taken(array, pages)) for array in given)
+            arrays = inputs["kv_pages"] if self.split_pages else (inputs["kv_pages"],)
+            gathered = tuple(to_numpy(taken(array, pages)) for array in arrays)
             want = ragged_paged_attention(
                 to_numpy(inputs["q"][span.rows]),
                 gathered if self.split_pages else gathered[0],

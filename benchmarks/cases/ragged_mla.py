@@ -73,12 +73,12 @@ class RaggedLatentCase(Case, LatentSample):
         return rows if self.cache_format == "plain" and not self.stored and self.d_v <= 512 and shared else 0
 
     def arguments(self, operation: str) -> dict[str, Any]:
-        given = super().arguments(operation)
+        arguments = super().arguments(operation)
         if operation == self.operation:
-            given["max_q_len"] = max(self.q_lens)
+            arguments["max_q_len"] = max(self.q_lens)
         if self.stored and operation in (self.operation, "write_mla_cache"):
-            given["kv_scale"] = SCALE
-        return given
+            arguments["kv_scale"] = SCALE
+        return arguments
 
     def needed_bytes(self) -> int:
         """The bytes of queries, visible latent rows, tables and output, each counted once."""
@@ -115,11 +115,11 @@ class RaggedLatentCase(Case, LatentSample):
         """
         factor = max(1.0, self.max_len / length)
         lengths = list(zip(self.q_lens, self.kv_lens, strict=True))
-        kept = lengths[: sequences - 1] + lengths[sequences - 1 :][-1:]
-        kv_lens = [max(1, int(kv_len / factor)) for _, kv_len in kept]
+        kept_lens = lengths[: sequences - 1] + lengths[sequences - 1 :][-1:]
+        kv_lens = [max(1, int(kv_len / factor)) for _, kv_len in kept_lens]
         q_lens = [
             min(kv_len, q_len if q_len <= 2 else max(9, int(q_len / factor)))
-            for (q_len, _), kv_len in zip(kept, kv_lens, strict=True)
+            for (q_len, _), kv_len in zip(kept_lens, kv_lens, strict=True)
         ]
         return dataclasses.replace(
             self,

@@ -66,8 +66,8 @@ def traceable(case: TpuCase) -> Traceable:
     def run(**values: Any) -> Any:
         if reason := refusal(case):
             raise Unsupported(reason)
-        given = {index: values[f"array_{index}"] for index in arrays}
-        return FRONT_END.run_prepared(record, join(record, given, statics), "pallas", dict(case.options))
+        by_index = {index: values[f"array_{index}"] for index in arrays}
+        return FRONT_END.run_prepared(record, join(record, by_index, statics), "pallas", dict(case.options))
 
     shapes = {f"array_{index}": (tuple(array.shape), str(array.dtype)) for index, array in arrays.items()}
     return Traceable(run, shapes)
@@ -293,8 +293,8 @@ def _write_latents(name: str, slots: bool = False, **sample: Any) -> TpuCase:
     if slots:
         arguments["slot_mapping"] = samples.FakeArray((512,), "int32")
     else:
-        given = samples.sample_of("ragged_mla_attention", **fields).arguments("ragged_mla_attention")
-        arguments |= {"slot_mapping": None} | {name: given[name] for name in ("page_indices", "kv_lens", "cu_q_lens")}
+        ragged = samples.sample_of("ragged_mla_attention", **fields).arguments("ragged_mla_attention")
+        arguments |= {"slot_mapping": None} | {name: ragged[name] for name in ("page_indices", "kv_lens", "cu_q_lens")}
     return _latent(f"write_{name}", "write_mla_cache", arguments, **fields)
 
 
@@ -363,7 +363,7 @@ def find(name: str) -> TpuCase:
     return next(case for case in CASES if case.name == name)
 
 
-def uncovered(room: Path) -> list[str]:
+def uncovered(folder: Path) -> list[str]:
     """The operations that a folder of kernels implements and that no case calls."""
-    offered = {path.stem for path in room.glob("*.py")} & set(CALLS)
+    offered = {path.stem for path in folder.glob("*.py")} & set(CALLS)
     return sorted(offered - {case.operation for case in CASES})

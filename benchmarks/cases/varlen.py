@@ -160,11 +160,13 @@ class VarlenCase(Case, VarlenSample):
         """The inputs. A gradient's `out` and `lse` come from a forward pass on the device's default backend."""
         if not self.backward:
             return inputs
-        given = {name: value for name, value in inputs.items() if name not in GRADIENT_INPUTS}
+        arguments = {name: value for name, value in inputs.items() if name not in GRADIENT_INPUTS}
         if framework == "numpy":
-            out, lse = varlen_attention(**given)
+            out, lse = varlen_attention(**arguments)
             return inputs | {"out": rounded(out, self.dtype), "lse": lse}
-        out, lse = importlib.import_module(f"ragged_attention.{framework}").varlen_attention(**given, return_lse=True)
+        out, lse = importlib.import_module(f"ragged_attention.{framework}").varlen_attention(
+            **arguments, return_lse=True
+        )
         return inputs | {"out": out, "lse": lse}
 
     # ---- results

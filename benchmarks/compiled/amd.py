@@ -113,7 +113,7 @@ def loops(launch: compiling.Launch, arch: str) -> list[Loop]:
 
 def read_case(name: str, arch: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Loop]:
     """The inner loops of the selected kernels of a case."""
-    return [loop for launch in pipelines.chosen(name, kernels, tile, arch) for loop in loops(launch, arch)]
+    return [loop for launch in pipelines.selected_launches(name, kernels, tile, arch) for loop in loops(launch, arch)]
 
 
 # ---- tables

@@ -27,8 +27,8 @@ def chain_of(loop: Sequence[Instruction]) -> Chain | None:
 
     The compiler chooses where an iteration begins, so the loop is read cyclically.
     """
-    turn = [line for line in loop if line.name != "NOP"]
-    products = [(index, _shape(line)) for index, line in enumerate(turn) if line.name.startswith("HGMMA")]
+    body = [line for line in loop if line.name != "NOP"]
+    products = [(index, _shape(line)) for index, line in enumerate(body) if line.name.startswith("HGMMA")]
     first = next(
         (index for (_, before), (index, shape) in zip([products[-1], *products], products, strict=False)
          if shape == LOGITS != before),
@@ -36,13 +36,13 @@ def chain_of(loop: Sequence[Instruction]) -> Chain | None:
     ) if products else None  # fmt: skip
     if first is None:
         return None
-    turn = turn[first:] + turn[:first]
-    shapes = [_shape(line) for line in turn]
+    body = body[first:] + body[:first]
+    shapes = [_shape(line) for line in body]
     values = next(index for index, shape in enumerate(shapes) if shape not in (None, LOGITS))
     last = max(index for index in range(values) if shapes[index] == LOGITS)
-    waits = [index for index in range(values) if _waits_for_all(turn[index])]
+    waits = [index for index in range(values) if _waits_for_all(body[index])]
     settled = next((index for index in waits if index > last), last)
-    chain = turn[settled:values]
+    chain = body[settled:values]
     jumped = _jumped_over(chain)
     stalls = [control_of(line.control or 0).stall for line in chain]
     at_times = sum(stall for index, stall in enumerate(stalls) if index in jumped)

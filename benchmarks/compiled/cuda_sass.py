@@ -159,8 +159,8 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
         if kernel.registers != REGISTERS:
             complain(f"{kernel.registers} registers, {REGISTERS} are planned")
         if (held := held_registers(kernel)) is None or held > REGISTER_FILE:
-            asked = ", ".join(map(str, kernel.set_registers)) or "nothing"
-            complain(f"registers are changed to {asked}, {REGISTER_FILE} are available")
+            requested = ", ".join(map(str, kernel.set_registers)) or "nothing"
+            complain(f"registers are changed to {requested}, {REGISTER_FILE} are available")
         if sum(map(_multiplies, kernel.loops)) != CONSUMERS:
             complain(f"{len(kernel.loops)} inner loops, one per consumer and the producer's are planned")
         for hazard in hazards.found(kernel.code, SERIAL.get(kernel.type, 0)):

@@ -320,7 +320,7 @@ class Wave:
             self.memory = self.memory[len(done) :]
             if any(size for _, _, size in done):
                 self.least = left if self.least is None else min(self.least, left)
-            self.leads += [(self.now - asked, size) for asked, _, size in done if size]
+            self.leads += [(self.now - issued, size) for issued, _, size in done if size]
             self.now = max([self.now, *(there for _, there, _ in done)])
         if "lgkmcnt" in limits:
             done = self.local[: max(len(self.local) - limits["lgkmcnt"], 0)]

@@ -118,9 +118,9 @@ def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = AR
         module = dispatch.load(call.OPERATION, "triton") if call.OPERATION in ATTENTIONS else None
         if module is None or module.why_not(call):
             continue
-        chosen = compiling.tile_of(case, call)
-        changed = {key: value for key, value in (tile or {}).items() if hasattr(chosen, key)}
-        for launch in compiling.record(call, dataclasses.replace(chosen, **changed)):
+        default = compiling.tile_of(case, call)
+        changed = {key: value for key, value in (tile or {}).items() if hasattr(default, key)}
+        for launch in compiling.record(call, dataclasses.replace(default, **changed)):
             digest = compiling.digest(launch, arch)
             if launch.name in MULTIPLYING and digest not in seen:
                 seen.add(digest)
@@ -129,10 +129,10 @@ def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = AR
 
 def read_case(name: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | None = None) -> list[Walk]:
     """The inner loops of the selected kernels of a case."""
-    return [walk for launch in chosen(name, kernels, tile) for walk in walks(launch)]
+    return [walk for launch in selected_launches(name, kernels, tile) for walk in walks(launch)]
 
 
-def chosen(
+def selected_launches(
     name: str, kernels: Sequence[str], tile: Mapping[str, Any] | None, arch: str = ARCH
 ) -> Iterator[compiling.Launch]:
     """The launches of the named kernels of a case, or by default of all kernels that have work."""

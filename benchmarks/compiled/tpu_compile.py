@@ -254,8 +254,8 @@ def document(outcomes: Sequence[Outcome], made: str) -> str:
     ]
     for target in dict.fromkeys(one.target for one in outcomes):
         lines += [f"## {target}", "", "| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
-        some = [row for one in outcomes if one.target == target for row in rows(one)]
-        lines += ["| " + " | ".join(row) + " |" for row in some] + [""]
+        table = [row for one in outcomes if one.target == target for row in rows(one)]
+        lines += ["| " + " | ".join(row) + " |" for row in table] + [""]
     return "\n".join(lines)
 
 
@@ -291,11 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     os.environ.update({name: value for name, value in environment("/dev/null").items() if name != "LIBTPU_INIT_ARGS"})
     targets = options.targets or list(TARGETS)
-    chosen = {target: names(target, options.only) for target in targets}
-    if not any(chosen.values()):
+    cases = {target: names(target, options.only) for target in targets}
+    if not any(cases.values()):
         parser.error(f"expected --only to be in a case's name or operation, got {options.only!r}")
     console = Console()
-    outcomes = compile_all(targets, chosen, options.jobs, options.timeout, console, options.options)
+    outcomes = compile_all(targets, cases, options.jobs, options.timeout, console, options.options)
     _show(console, outcomes)
     for line in failures(outcomes):
         console.print(line, style="red", markup=False, highlight=False)

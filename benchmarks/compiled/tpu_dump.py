@@ -61,8 +61,8 @@ class _Utilization:
 
     def part(self, first: int = 0, stop: int | None = None) -> Part:
         count = len(self.rows[first:stop])
-        room = {unit: count * capacity for unit, capacity in zip(self.units, self.capacities, strict=True)}
-        busy = ((unit, 100 * self.total(unit, first, stop) / room[unit]) for unit in UNITS if room.get(unit))
+        slots = {unit: count * capacity for unit, capacity in zip(self.units, self.capacities, strict=True)}
+        busy = ((unit, 100 * self.total(unit, first, stop) / slots[unit]) for unit in UNITS if slots.get(unit))
         return Part(count, tuple(busy))
 
 
@@ -102,12 +102,12 @@ def _main_loop(use: _Utilization, bodies: list[tuple[int, int]]) -> tuple[int, i
     if not bodies:
         return 0, len(use.rows)
 
-    def own(body: tuple[int, int]) -> int:
+    def own_work(body: tuple[int, int]) -> int:
         inner = [other for other in bodies if other != body and body[0] <= other[0] and other[1] <= body[1]]
         outermost = [one for one in inner if not any(o != one and o[0] <= one[0] and one[1] <= o[1] for o in inner)]
         return use.total("MXU", *body) - sum(use.total("MXU", *one) for one in outermost)
 
-    return max(bodies, key=lambda body: (own(body), body[1] - body[0]))
+    return max(bodies, key=lambda body: (own_work(body), body[1] - body[0]))
 
 
 def read(folder: Path) -> list[Kernel]:

@@ -51,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true", help="write the results and their tables")
     options = parser.parse_args(argv)
-    chosen = [case for case in CASES if case.name.startswith(tuple(options.cases.split(",")))]
+    cases = [case for case in CASES if case.name.startswith(tuple(options.cases.split(",")))]
     console, record = Console(), facts()
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
         rates = {"copy": copy_rate(), "product": product_rate()}
-        rows = [row for case in chosen if (row := measured(case, rates, options.rounds, console)) is not None]
+        rows = [row for case in cases if (row := measured(case, rates, options.rounds, console)) is not None]
         record["runs"].append({"threads": threads, "bytes_per_second": rates["copy"], "flops": rates["product"],
                                "cases": rows})  # fmt: skip
         console.print(shown(record["runs"][-1]))

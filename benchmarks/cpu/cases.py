@@ -222,10 +222,10 @@ class Listed(Paged):
         torch.manual_seed(1)
         length, rows = self.named // self.block_size, []
         for tokens, keys in self.lens:
-            for own in ((keys - tokens + index) // self.block_size for index in range(tokens)):
-                others = torch.rand(NUM_KV_HEADS, max(own, 1)).argsort(1)[:, : length - 1] if own else None
+            for own_block in ((keys - tokens + index) // self.block_size for index in range(tokens)):
+                others = torch.rand(NUM_KV_HEADS, max(own_block, 1)).argsort(1)[:, : length - 1] if own_block else None
                 found = torch.full((NUM_KV_HEADS, length), -1)
-                found[:, 0] = own
+                found[:, 0] = own_block
                 if others is not None:
                     found[:, 1 : 1 + others.shape[1]] = others
                 rows.append(found)
@@ -266,9 +266,9 @@ class Latent(Case):
 
         found = {OURS: ours("numba"), EAGER: ours("eager")}
         if not self.topk and self.cache_format == "plain":
-            given = (q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
-            found |= peers.vllm_latent_decode(*given) | peers.sglang_latent_decode(*given)
-            found |= llama_cpp.latent_decode(*given)
+            arguments = (q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
+            found |= peers.vllm_latent_decode(*arguments) | peers.sglang_latent_decode(*arguments)
+            found |= llama_cpp.latent_decode(*arguments)
         return found
 
 

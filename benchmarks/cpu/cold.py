@@ -25,14 +25,14 @@ BEGIN, END = "<!-- written by `python -m benchmarks.cpu.cold --save` -->\n", "<!
 SEQUENCES, LENGTH, PAGE_SIZE = 8, 1024, 16
 
 
-def _decode(dtype: torch.dtype, **given: Any) -> Any:
+def _decode(dtype: torch.dtype, **options: Any) -> Any:
     from ragged_attention.torch import ragged_paged_attention
 
     pages = LENGTH // PAGE_SIZE
     q, kv = torch.randn(SEQUENCES, 32, 128).to(dtype), torch.randn(SEQUENCES * pages, PAGE_SIZE, 16, 128).to(dtype)
     table = torch.arange(SEQUENCES * pages, dtype=torch.int32).view(SEQUENCES, pages)
     lens, edges = torch.full((SEQUENCES,), LENGTH, dtype=torch.int32), torch.arange(SEQUENCES + 1, dtype=torch.int32)
-    return functools.partial(ragged_paged_attention, q, kv, lens, table, edges, backend="numba", **given)
+    return functools.partial(ragged_paged_attention, q, kv, lens, table, edges, backend="numba", **options)
 
 
 def _decode_of_lists() -> Any:

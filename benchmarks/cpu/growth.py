@@ -78,8 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def new_cache() -> torch.Tensor:
     """Pages for `MOST_KEYS` keys, which repeat the numbers of 64 random pages."""
     torch.manual_seed(0)
-    some = torch.randn(64, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM).bfloat16()
-    return some.repeat(MOST_KEYS // PAGE_SIZE // len(some), 1, 1, 1)
+    pages = torch.randn(64, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM).bfloat16()
+    return pages.repeat(MOST_KEYS // PAGE_SIZE // len(pages), 1, 1, 1)
 
 
 def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> Callable[[], Any]:
@@ -93,9 +93,9 @@ def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> C
     pages = -(-keys // PAGE_SIZE)
     order = torch.randperm(len(cache), generator=torch.Generator().manual_seed(padding)).int()
     tables = []
-    for own in order.split(num_seqs * pages)[: len(cache) // (num_seqs * pages)][:64]:
+    for page_indices in order.split(num_seqs * pages)[: len(cache) // (num_seqs * pages)][:64]:
         table = torch.zeros(padding * num_seqs, padding * pages, dtype=torch.int32)
-        table[:num_seqs, :pages] = own.view(num_seqs, pages)
+        table[:num_seqs, :pages] = page_indices.view(num_seqs, pages)
         tables.append(table)
     lens = torch.zeros(padding * num_seqs, dtype=torch.int32)
     lens[:num_seqs] = keys

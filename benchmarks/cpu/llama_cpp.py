@@ -32,8 +32,8 @@ class _Graph:
 
     def __init__(self) -> None:
         self.library = _library()
-        room = self.library.ggml_init_params(mem_size=2**20, mem_buffer=None, no_alloc=True)
-        self.context = self.library.ggml_init(room)
+        parameters = self.library.ggml_init_params(mem_size=2**20, mem_buffer=None, no_alloc=True)
+        self.context = self.library.ggml_init(parameters)
         self.graph = self.library.ggml_new_graph(self.context)
         self.tensors: list[torch.Tensor] = []
 
@@ -63,9 +63,9 @@ class _Graph:
     def run(self, out: torch.Tensor) -> Callable[[], torch.Tensor]:
         """A function that computes the graph on as many threads as torch uses."""
         plan = self.library.ggml_graph_plan(self.graph, torch.get_num_threads(), None)
-        room = torch.empty(plan.work_size, dtype=torch.uint8)
-        plan.work_data = ctypes.cast(room.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
-        self.tensors += [room, out]
+        work_space = torch.empty(plan.work_size, dtype=torch.uint8)
+        plan.work_data = ctypes.cast(work_space.data_ptr(), ctypes.POINTER(ctypes.c_uint8))
+        self.tensors += [work_space, out]
 
         def compute() -> torch.Tensor:
             self.library.ggml_graph_compute(self.graph, ctypes.byref(plan))
@@ -96,8 +96,8 @@ def attention(
         return {}
     rows = inputs["q"].split([new for new, _ in lens])
     parts = []
-    for q, own, (_, keys) in zip(rows, inputs["page_indices"].long(), lens, strict=True):
-        used = own[: -(-keys // inputs["k"].shape[1])]
+    for q, pages, (_, keys) in zip(rows, inputs["page_indices"].long(), lens, strict=True):
+        used = pages[: -(-keys // inputs["k"].shape[1])]
         k, v = (_stored(inputs[name][used].flatten(0, 1)[:keys]) for name in ("k", "v"))
         parts.append((q, k, v))
     return _calls(parts, inputs["q"].shape[-1] ** -0.5)
@@ -109,5 +109,5 @@ def latent_decode(
     """Latent attention by the same function. The values are the first 512 columns of the keys."""
     if _library() is None:
         return {}
-    latents = [_stored(cache[own.long()].flatten(0, 1)[:keys, None]) for own, keys in zip(table, lens, strict=True)]
-    return _calls(((own[None], rows, rows[..., :512]) for own, rows in zip(q, latents, strict=True)), scale)
+    latents = [_stored(cache[pages.long()].flatten(0, 1)[:keys, None]) for pages, keys in zip(table, lens, strict=True)]
+    return _calls(((query[None], rows, rows[..., :512]) for query, rows in zip(q, latents, strict=True)), scale)

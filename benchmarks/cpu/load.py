@@ -122,12 +122,12 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each load, starting with the idle machine."""
     torch.set_num_threads(options.threads)
     names = (IDLE, *options.loads.split(",")) if options.loads else tuple(load.name for load in LOADS)
-    contenders = {case.name: chosen(case, options.contenders.split(",")) for case in CASES}
+    contenders = {case.name: named_contenders(case, options.contenders.split(",")) for case in CASES}
     loads = (load for load in LOADS if load.name in names)
     return [beside(load, contenders, options.threads, options.seconds) for load in loads]
 
 
-def chosen(case: Paged, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
+def named_contenders(case: Paged, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
     """The named contenders of a case that are installed."""
     found = case.contenders()
     return {name: found[name] for name in names if name in found}

@@ -33,8 +33,8 @@ TITLES = {
 
 def save(record: Mapping[str, Any]) -> None:
     """Store a record, which replaces an older one of the same CPU, and write the page's tables."""
-    for file, kept in records().items():
-        if kept["cpu"] == record["cpu"]:
+    for file, other in records().items():
+        if other["cpu"] == record["cpu"]:
             file.unlink()
     kind = re.sub(r"[^a-z0-9]+", "_", record["cpu"].lower()).strip("_")
     (RESULTS / f"cpu_{record['date']}_{kind}.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -45,8 +45,8 @@ def _vllm() -> Any:
     spec = importlib.util.find_spec("vllm")
     folders = [Path("peers/vllm"), *map(Path, (spec.submodule_search_locations or []) if spec else [])]
     candidates = [folder / _vllm_library() for folder in folders]
-    if given := os.environ.get(VLLM_VARIABLE):
-        candidates.insert(0, Path(given))
+    if library := os.environ.get(VLLM_VARIABLE):
+        candidates.insert(0, Path(library))
     for library in candidates:
         if library.is_file():
             torch.ops.load_library(str(library.resolve()))
@@ -170,7 +170,7 @@ def _sglang_extend(
     lens: Sequence[tuple[int, int]], scale: float,
 ) -> Callable[[], Any]:  # fmt: skip
     """SGLang's prefill. It also takes the newest keys and values as separate arrays."""
-    newest = torch.cat([own[keys - new : keys] for own, (new, keys) in zip(slots, lens, strict=True)])
+    newest = torch.cat([pages[keys - new : keys] for pages, (new, keys) in zip(slots, lens, strict=True)])
     new, keys = torch.tensor(lens).T.contiguous()
     return functools.partial(
         _vllm().extend_attention_cpu, q, k[newest], v[newest], out, k, v, slots, torch.arange(len(lens)), keys, new,
@@ -188,11 +188,11 @@ def sglang_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, 
     for decodes, run in itertools.groupby(lens, lambda each: each[0] == 1):
         group = tuple(run)
         tokens = slice(row, row + sum(new for new, _ in group))
-        given = (out[tokens], q[tokens], k, v, slots[seq : seq + len(group)])
+        arguments = (out[tokens], q[tokens], k, v, slots[seq : seq + len(group)])
         if decodes:
-            calls.append(_sglang_decode(*given, torch.tensor([keys for _, keys in group]), scale))
+            calls.append(_sglang_decode(*arguments, torch.tensor([keys for _, keys in group]), scale))
         else:
-            calls.append(_sglang_extend(*given, group, scale))
+            calls.append(_sglang_extend(*arguments, group, scale))
         seq, row = seq + len(group), tokens.stop
 
     def run_all() -> torch.Tensor:
@@ -287,8 +287,8 @@ def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int
         return tensor
 
     def newest(x: torch.Tensor) -> torch.Tensor:
-        rows = [x[own[: -(-keys // page_size)].long()].flatten(0, 1)[keys - new : keys]
-                for own, (new, keys) in zip(table, lens, strict=True)]  # fmt: skip
+        rows = [x[pages[: -(-keys // page_size)].long()].flatten(0, 1)[keys - new : keys]
+                for pages, (new, keys) in zip(table, lens, strict=True)]  # fmt: skip
         return torch.cat(rows).flatten(1).float()
 
     used = [-(-keys // page_size) for _, keys in lens]
@@ -326,9 +326,9 @@ def over_gathered(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int
     q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
     page_size, heads, width = k.shape[1:]
     out, start = torch.empty_like(q), 0
-    for own, (new, keys) in zip(table, lens, strict=True):
-        own = own[: -(-keys // page_size)]
-        k_own, v_own = (x.index_select(0, own).flatten(0, 1)[:keys].transpose(0, 1) for x in (k, v))
+    for pages, (new, keys) in zip(table, lens, strict=True):
+        pages = pages[: -(-keys // page_size)]
+        k_own, v_own = (x.index_select(0, pages).flatten(0, 1)[:keys].transpose(0, 1) for x in (k, v))
         rows, result = q[start : start + new], out[start : start + new]
         found = attend(rows.view(new, heads, -1, width).permute(1, 2, 0, 3), k_own, v_own)
         result.copy_(found.permute(2, 0, 1, 3).reshape(result.shape))

@@ -182,7 +182,7 @@ class Conductor:
         phase = dataclasses.replace(phase, item_seconds=each, seconds=seconds)
         run = PhaseRun(
             phase, self.pool, self.record, min(self.until, time.monotonic() + phase.seconds), self.workers(phase),
-            lambda names: phase.chosen(self.record, names, self.most),
+            lambda names: phase.select(self.record, names, self.most),
         )  # fmt: skip
         try:
             run.run()

@@ -121,8 +121,8 @@ def flat_in_padding(case: Case, backend: str, device: str) -> None:
     table = inputs["page_indices"]
     longer = dict(inputs, page_indices=torch.nn.functional.pad(table, (0, 9 * table.shape[1])))
     candidates = {
-        name: timing.captured(lambda given=given: _attention(case, given, backend))
-        for name, given in (("as is", inputs), ("longer", longer))
+        name: timing.captured(lambda arguments=arguments: _attention(case, arguments, backend))
+        for name, arguments in (("as is", inputs), ("longer", longer))
     }
     times = timing.on_gpu(candidates, rounds=50)
     growth = timing.ratio(times["as is"], times["longer"])

@@ -55,7 +55,7 @@ class Phase:
     always: bool = False  # also run items that have passed, since the machine may be another one
     choose: Choice | None = None  # selects the items if they depend on the record
 
-    def chosen(self, record: Record, names: list[str], most: int = 0) -> list[str]:
+    def select(self, record: Record, names: list[str], most: int = 0) -> list[str]:
         """The items to be run, those that failed before first. `most`, unless 0, limits their number."""
         wanted = self.choose(record, names) if self.choose else names[:: self.every]
         if most and len(wanted) > most:

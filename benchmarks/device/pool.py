@@ -144,8 +144,8 @@ def last_dump(text: str) -> str:
 def environment(more: dict[str, str]) -> dict[str, str]:
     """The environment of workers: our sources, caches in writable places, and the settings that calls share."""
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    given = os.environ.items()
-    inherited = {name: value for name, value in given if name in NEEDED or not name.startswith(DROPPED)}
+    variables = os.environ.items()
+    inherited = {name: value for name, value in variables if name in NEEDED or not name.startswith(DROPPED)}
     return inherited | {"PYTHONPATH": os.pathsep.join(filter(None, paths))} | carried.environment() | more
 
 
@@ -228,7 +228,7 @@ class PhaseRun:
     record: Record
     until: float
     workers: int
-    chosen: Callable[[list[str]], list[str]]  # selects the items to be run from all names
+    select: Callable[[list[str]], list[str]]  # selects the items to be run from all names
     todo: "queue.Queue[str]" = dataclasses.field(default_factory=queue.Queue)
     failed_starts: int = 0
 
@@ -274,7 +274,7 @@ class PhaseRun:
             self._cannot(f"{ended}\n{self.pool.drop(one)}".strip())
             return None
         names = answer["names"]
-        todo = self.chosen(names)
+        todo = self.select(names)
         self.record.write("phase", phase=self.phase.name, items=len(names), todo=todo, process=facts)
         for item in todo:
             self.todo.put(item)

@@ -53,11 +53,11 @@ class Used:
 
     def __init__(self) -> None:
         self.folders: set[str] = set()
-        self.compiled = self.asked = 0
+        self.compiled = self.requested = 0
 
     def kernel(self, *, metadata_group: dict[str, str], cache_hit: bool, **rest: Any) -> None:
         self.folders |= {Path(path).parent.name for path in metadata_group.values()}
-        self.asked += 1
+        self.requested += 1
         self.compiled += not cache_hit
 
     def module(self, name: str, path: str) -> Any:
@@ -187,7 +187,7 @@ def compile_all(kinds: Sequence[str], which: int, count: int, peers: Path | None
                     failed[name] = f"{type(error).__name__}: {error}"[:200]
                 if number % 50 == 0 or number == len(every):
                     print(
-                        f"{number} of {len(every)} calls, {used.compiled} of {used.asked} kernels compiled anew, "
+                        f"{number} of {len(every)} calls, {used.compiled} of {used.requested} kernels compiled anew, "
                         f"{time.monotonic() - began:.0f} s", flush=True,
                     )  # fmt: skip
     return used, failed

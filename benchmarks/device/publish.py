@@ -143,10 +143,10 @@ def offered(operation: str) -> Iterator[str]:
             yield backend
 
 
-def status(kept: Sequence[Record]) -> str:
+def status(device_records: Sequence[Record]) -> str:
     """The rows of docs/status.md."""
     newest: dict[tuple[str, str, str, str], Ran] = {}
-    for record in kept:
+    for record in device_records:
         for (operation, backend), rows in ran(record).items():
             newest |= {(operation, backend, row.device, row.framework): row for row in rows}
     lines = [] if newest else [NOTHING, ""]
@@ -168,14 +168,14 @@ def status(kept: Sequence[Record]) -> str:
 # ---- README.md
 
 
-def times(kept: Sequence[Record]) -> str:
+def times(device_records: Sequence[Record]) -> str:
     """The table of README.md: the newest times of the quick cases on each device."""
     by_device: dict[str, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = collections.defaultdict(dict)
-    for record in kept:
+    for record in device_records:
         for (phase, case), line in record.items().items():
             if phase in (BENCH, BENCH_ALONE) and case in QUICK and line.get("rows"):
                 by_device[device(record)][case] = line, line["rows"]
-    lines = [] if any(ran(record) for record in kept) else [NOTHING]
+    lines = [] if any(ran(record) for record in device_records) else [NOTHING]
     for name, cases in by_device.items():
         line = next(iter(cases.values()))[0]
         lines += [f"On one {name}, Triton {line['triton']}, {date(line)}, commit {line['commit']}: the time of others",
@@ -206,10 +206,10 @@ def _row(case: str, rows: Iterable[dict[str, Any]]) -> str:
 # ---- proven kernels
 
 
-def proven(kept: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
+def proven(device_records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
     """By operation, device and key: the times of the case with the least gain over Triton, and the front ends."""
     found: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
-    for record in kept:
+    for record in device_records:
         frameworks = [framework for framework in ("torch", "jax") if _whole(record, f"{framework} cuda")]
         if frameworks:
             for operation, key, entry in _faster(record):
@@ -256,23 +256,23 @@ def keep(path: Path, folder: Path) -> list[Path]:
     found = {name: record for name, record in by_device(path).items() if name not in ("", "CPU")}
     if not found:
         raise SystemExit(f"expected a record of a GPU in {path}, got {', '.join(by_device(path)) or 'nothing'}")
-    kept = []
+    written = []
     for name, record in found.items():
         target = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
         before = list(read(target))  # the lines of another call on that day
         lines = before + [line for line in record.lines if line not in before]
         target.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        kept.append(target)
-    return kept
+        written.append(target)
+    return written
 
 
 def written(root: Path) -> dict[Path, str]:
     """The contents that all files derived from the records should have."""
-    kept = records(root / "benchmarks" / "results")
-    pages = {root / "docs" / "status.md": status(kept), root / "README.md": times(kept)}
+    device_records = records(root / "benchmarks" / "results")
+    pages = {root / "docs" / "status.md": status(device_records), root / "README.md": times(device_records)}
     files = {path: _between(path.read_text(), text) for path, text in pages.items()}
     folder = root / "kernels_cuda" / "proven"
-    for operation, devices in proven(kept).items():
+    for operation, devices in proven(device_records).items():
         files[folder / f"{operation}.json"] = json.dumps(devices, indent=1, sort_keys=True) + "\n"
     return files
 
@@ -299,8 +299,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
     options = parser.parse_args(argv)
     for path in () if options.check else options.record:
-        for kept in keep(path, options.root / "benchmarks" / "results"):
-            print(f"stored as {kept.relative_to(options.root)}")
+        for target in keep(path, options.root / "benchmarks" / "results"):
+            print(f"stored as {target.relative_to(options.root)}")
     changed = stale(options.root)
     for path in changed:
         print(f"{path.relative_to(options.root)}: {'does not match the records' if options.check else 'written'}")

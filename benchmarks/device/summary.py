@@ -53,9 +53,9 @@ def lines(record: Record, call: str) -> list[str]:
 
 def verdict(record: Record) -> str:
     """The verdict after the first minute: which backends work, from which front end."""
-    asked = [(line["phase"], item) for line in record.of_kind("phase") for item in line["todo"]]
+    requested = [(line["phase"], item) for line in record.of_kind("phase") for item in line["todo"]]
     items, phrases = record.items(), {}
-    for phase, item in [*asked, *items]:
+    for phase, item in [*requested, *items]:
         if phase.endswith("smoke"):
             name = f"{phase.partition(' ')[0]}-{item}" if item else phase
             result = items[phase, item]["result"] if (phase, item) in items else "gave no answer"

@@ -60,7 +60,7 @@ def written(name: str, *outputs: str) -> Callable[..., Outputs]:
     return compare
 
 
-def chosen(name: str) -> Callable[..., Outputs]:
+def sorted_selection(name: str) -> Callable[..., Outputs]:
     """A function that compares selections in ascending order, since neither side promises an order."""
     return lambda inputs, reference: (
         getattr(ours, name)(**inputs).sort(1)[0], reference(**inputs).sort(1)[0],
@@ -150,8 +150,8 @@ DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...]
     ("rope", "apply_rope_with_cos_sin_cache_trace", {"nnz": 23, "num_q_heads_x_head_size": 512,
      "num_k_heads_x_head_size": 128, "head_size": 64, "rotary_dim": 32}, rotated),
     ("rope", "rope_quantize_fp8_append_paged_kv_cache_trace", {"nnz": 40}, rotated_into_pages),
-    ("sampling", "top_k_ragged_transform_trace", {"num_rows": 7}, chosen("top_k_ragged_transform")),
-    ("sampling", "top_k_page_table_transform_trace", {"num_rows": 4}, chosen("top_k_page_table_transform")),
+    ("sampling", "top_k_ragged_transform_trace", {"num_rows": 7}, sorted_selection("top_k_ragged_transform")),
+    ("sampling", "top_k_page_table_transform_trace", {"num_rows": 4}, sorted_selection("top_k_page_table_transform")),
 )  # fmt: skip
 
 

@@ -133,15 +133,15 @@ def listed(q: Any, kv: Any, indices: Any, sm_scale: float | None = None, d_v: in
     latents = kv.reshape(1, -1, q.shape[2])
     count, ones, parts = latents.shape[1], jnp.eye(d_v, dtype=q.dtype)[:, None], []
     for query, entries in zip(q, np.asarray(indices[:, 0]), strict=True):
-        chosen = entries[(entries >= 0) & (entries < count)]
-        wanted = jnp.zeros((1, count, 1, count), q.dtype).at[0, chosen[0], 0, chosen].set(1)
+        selected = entries[(entries >= 0) & (entries < count)]
+        wanted = jnp.zeros((1, count, 1, count), q.dtype).at[0, selected[0], 0, selected].set(1)
         out = kernel("deepseek_attn")(
-            jnp.zeros((1, count, *query.shape), q.dtype).at[0, chosen[0]].set(query), latents[..., :d_v], ones, ones,
-            wanted, jnp.eye(count, dtype=q.dtype)[None], jnp.ones((1, count, 1), q.dtype), len(chosen),
+            jnp.zeros((1, count, *query.shape), q.dtype).at[0, selected[0]].set(query), latents[..., :d_v], ones, ones,
+            wanted, jnp.eye(count, dtype=q.dtype)[None], jnp.ones((1, count, 1), q.dtype), len(selected),
             softmax_scale=q.shape[2] ** -0.5 if sm_scale is None else sm_scale, causal=False,
             b_k=latents[..., d_v:] if d_v < q.shape[2] else None,
         )  # fmt: skip
-        parts.append(out[0, chosen[0]])
+        parts.append(out[0, selected[0]])
     return jnp.stack(parts)
 
 

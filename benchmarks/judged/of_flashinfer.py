@@ -187,8 +187,8 @@ def scores_of_blocks(
 
 def selected_blocks(scores: torch.Tensor, top_k: int, local_blocks: int = 0) -> torch.Tensor:
     """`msa_select_blocks_reference`. It gets query positions; at the position -1 it forces no block."""
-    own = torch.where(scores[:, 0].isneginf(), -1, torch.arange(scores.shape[2])).amax(1)
-    position = 128 * own if local_blocks else torch.full_like(own, -1)
+    last_block = torch.where(scores[:, 0].isneginf(), -1, torch.arange(scores.shape[2])).amax(1)
+    position = 128 * last_block if local_blocks else torch.full_like(last_block, -1)
     return (
         reference("dsa_indexer/msa_reference.py")
         .msa_select_blocks_reference(

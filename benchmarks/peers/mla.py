@@ -59,9 +59,9 @@ def _sdpa_of_lists(case: LatentCase, inputs: dict[str, Any]) -> Run:
     def run() -> Any:
         parts = []
         for start in range(0, case.num_tokens, AT_ONCE):
-            some = [one[start : start + AT_ONCE] for one in lists]
-            keys = torch.cat([row[one.clamp(min=0)] for row, one in zip(rows, some, strict=True)], 1)[:, None]
-            seen = torch.cat(some, 1)[:, None, None] >= 0
+            pieces = [one[start : start + AT_ONCE] for one in lists]
+            keys = torch.cat([row[one.clamp(min=0)] for row, one in zip(rows, pieces, strict=True)], 1)[:, None]
+            seen = torch.cat(pieces, 1)[:, None, None] >= 0
             part = torch.nn.functional.scaled_dot_product_attention(
                 q[start : start + AT_ONCE, None], keys, keys[..., : case.d_v], attn_mask=seen
             )
@@ -129,7 +129,7 @@ def _flash_mla_functions(folder: Path) -> Any:
 
 def allocating(function: Any) -> Callable[..., Any]:
     """An operator of torch that gets None for missing last arguments, such as `out_`, which have no default."""
-    return lambda *given: function(*given, *[None] * (len(function._schema.arguments) - len(given)))
+    return lambda *arguments: function(*arguments, *[None] * (len(function._schema.arguments) - len(arguments)))
 
 
 def flash_mla_declines(case: LatentCase) -> str | None:

@@ -47,8 +47,8 @@ class RecordingKernel:
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return functools.partial(self._launched, grid)
 
-    def _launched(self, grid: Any, *operands: Any, **given: Any) -> None:
-        kernel, arguments = self.kernel, {name: _plain(value) for name, value in given.items()}
+    def _launched(self, grid: Any, *operands: Any, **named: Any) -> None:
+        kernel, arguments = self.kernel, {name: _plain(value) for name, value in named.items()}
         while hasattr(kernel, "fn") and not hasattr(kernel, "params"):
             kernel = kernel.fn
         arguments |= dict(zip((param.name for param in kernel.params), map(_plain, operands), strict=False))
@@ -218,11 +218,11 @@ def fla_varlen(case: VarlenCase) -> list[Recorded]:
     sys.path[:0] = [folder] if folder not in sys.path else []
     module: Any = importlib.import_module("fla.ops.attn.parallel")
     module.check_shared_mem = lambda arch="", *rest: arch == "hopper"
-    given = inputs_of(case)
-    q, k, v = (given[name][None] for name in ("q", "k", "v"))
+    inputs = inputs_of(case)
+    q, k, v = (inputs[name][None] for name in ("q", "k", "v"))
     blocks = sum(cdiv(length, 128) for length in case.q_lens)
     shared = {
-        "g_cumsum": None, "sink_bias": given.get("sinks"), "scale": case.head_dim**-0.5,
+        "g_cumsum": None, "sink_bias": inputs.get("sinks"), "scale": case.head_dim**-0.5,
         "window_size": case.sliding_window, "cu_seqlens": meta((len(case.q_lens) + 1,), "int64"),
         "chunk_indices": meta((blocks, 2), "int64"),
     }  # fmt: skip
@@ -230,7 +230,7 @@ def fla_varlen(case: VarlenCase) -> list[Recorded]:
              "parallel_attn_bwd_kernel_dkv")  # fmt: skip
     with recording(module, *names) as kernels:
         if case.backward:
-            out, d_out, lse = (given[name][None] for name in ("out", "d_out", "lse"))
+            out, d_out, lse = (inputs[name][None] for name in ("out", "d_out", "lse"))
             module.parallel_attn_bwd(q=q, k=k, v=v, o=out, lse=lse, do=d_out, **shared)
         else:
             module.parallel_attn_fwd(q=q, k=k, v=v, **shared)

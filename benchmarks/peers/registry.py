@@ -364,7 +364,7 @@ def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
     rows = max(threshold, case.num_tokens if max(case.q_lens) <= LONGEST_SPLIT_QUERY else 0)
     scratch = torch.empty(rows, case.num_q_heads, segments, width + 2, device=q.device)
     scale = None if case.scale is None else torch.tensor([case.scale], device=q.device)
-    given = {
+    every = {
         "q": q, "k": k_pages, "v": v_pages, "out": out, "cu_seqlens_q": inputs["cu_q_lens"],
         "max_seqlen_q": max(case.q_lens), "seqused_k": inputs["kv_lens"], "max_seqlen_k": max(case.kv_lens),
         "softmax_scale": case.head_dim**-0.5, "causal": True,
@@ -378,7 +378,7 @@ def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
         "num_decodes": sum(q_len == 1 for q_len in case.q_lens),
     }  # fmt: skip
     known = inspect.signature(function).parameters
-    arguments = {name: value for name, value in given.items() if name in known}
+    arguments = {name: value for name, value in every.items() if name in known}
 
     def run() -> Any:
         function(**arguments)

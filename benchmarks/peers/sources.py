@@ -50,10 +50,10 @@ DEVICE_SOURCES = (
 
 def missing(folder: Path, package: str) -> str | None:
     """The reason why a peer's sources cannot be read, or None."""
-    own = next(source for source in SOURCES if source.folder in (package, f"{package}-core"))
-    if any((folder / own.folder).rglob("*.py")):
+    extracted = next(source for source in SOURCES if source.folder in (package, f"{package}-core"))
+    if any((folder / extracted.folder).rglob("*.py")):
         return None
-    return f"expected {own.folder}/ in {folder.name}/: python -m benchmarks.peers.sources fetches it"
+    return f"expected {extracted.folder}/ in {folder.name}/: python -m benchmarks.peers.sources fetches it"
 
 
 def fetch(source: Source, folder: Path) -> None:

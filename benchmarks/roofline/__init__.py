@@ -57,7 +57,7 @@ class Plan:
     exact: float  # including the operations that correct rounding
     bound: str
     flops: float  # operations, relative to the needs of the case
-    asked: float  # bytes, relative to the needs of the case
+    requested: float  # bytes, relative to the needs of the case
     launches: tuple[Launched, ...] = ()  # of the Triton backend
     skew: float = 1.0  # of the kernel with the largest skew
 
@@ -92,7 +92,7 @@ def plan_of(case: Case, backend: str, device: Device, machine: Machine = H200) -
         exact=sum(max(times.values()) for times in exact),
         bound=max(exact[0], key=exact[0].__getitem__),
         flops=(work.flops + work.again) / case.flops(),
-        asked=(work.keys + work.rows) / case.needed_bytes(),
+        requested=(work.keys + work.rows) / case.needed_bytes(),
         launches=tuple(Launched(one.name, one.programs, working.get(one.name, 0)) for one in launches),
         skew=max((step.skew for step in counted), default=1.0),
     )

@@ -19,7 +19,7 @@ def table(found: Sequence[roofline.Plan]) -> str:
     lines = [
         f"| {plan.case.workload} | {plan.case.name} | {plan.backend} "
         f"| {plan.floor * 1e6:.1f} | {plan.exact * 1e6:.1f} | {plan.bound} "
-        f"| {plan.excess:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.asked:.2f} "
+        f"| {plan.excess:.0%} | {plan.exact / plan.least - 1:.0%} | {plan.flops:.2f} | {plan.requested:.2f} "
         f"| {plan.skew:.1f} | {', '.join(map(str, plan.launches))} |\n"
         for plan in found
     ]

@@ -67,5 +67,5 @@ def steps(case: IndexerCase, backend: str, device: Device, machine: Machine, til
     name = next(name for name in launches if name.endswith("logits_kernel"))
     work, programs = (walked if name.startswith("walk") else tiled)(case, launches[name].constants)
     yield Step(name, work, case.needed_bytes(), floor, programs)
-    chosen = Work(rows=4 * PASSES * case.visible_pairs() + 4 * case.num_tokens * case.top_k)
-    yield Step("select_kernel", chosen, programs={(): case.num_tokens})
+    selection = Work(rows=4 * PASSES * case.visible_pairs() + 4 * case.num_tokens * case.top_k)
+    yield Step("select_kernel", selection, programs={(): case.num_tokens})

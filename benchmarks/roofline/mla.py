@@ -135,9 +135,9 @@ def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, wid
 def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
     """The step of the kernel that decodes a cache. The case itself needs only the listed rows."""
     num_slots = launch.operands[-1].shape[0]
-    asked = num_slots * latent_bytes(case.cache_format)
+    requested = num_slots * latent_bytes(case.cache_format)
     written = num_slots * decoded_bytes(launch.arguments["DECODED"].plain)
-    return Step(launch.name, Work(keys=asked, rows=written), asked + written, programs={(): launch.programs})
+    return Step(launch.name, Work(keys=requested, rows=written), requested + written, programs={(): launch.programs})
 
 
 def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:

@@ -17,8 +17,8 @@ def programs(case: VarlenCase, launch: Launch) -> Programs:
     by_keys = launch.name == "dkv_kernel"
     found: collections.Counter[tuple[float, ...]] = collections.Counter()
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
-        own, block = (kv_len, keys) if by_keys else (q_len * group, rows)
-        for first in range(0, own, block):
+        length, block = (kv_len, keys) if by_keys else (q_len * group, rows)
+        for first in range(0, length, block):
             if by_keys:
                 whole, ends = _rows_visited(case, q_len, kv_len, first, min(first + keys, kv_len) - 1, group, rows)
                 found[(ends, whole)] += case.num_kv_heads

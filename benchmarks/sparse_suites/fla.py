@@ -109,12 +109,12 @@ def parallel_nsa_topk(
     logits = torch.einsum("tkgd,tbkd->tkgb", packed.unflatten(1, (kv_heads, -1)), each) * scale
     hidden = (block >= (position[:, None] + 1) // block_size)[:, None, None]
     scores = logits.masked_fill(hidden, -torch.inf).softmax(-1).nan_to_num(0.0).mean(2)
-    own = position // block_size
-    scores = scores.masked_fill((block > own[:, None])[:, None], -torch.inf)
-    chosen = top_k_blocks(scores, block_counts, init_blocks=INIT_BLOCKS, local_blocks=LOCAL_BLOCKS)
-    always = (chosen < INIT_BLOCKS) | (chosen > own[:, None, None] - LOCAL_BLOCKS)
-    rank = torch.where(chosen < 0, 2, torch.where(always, 0, 1))
-    return chosen.gather(2, rank.argsort(dim=2, stable=True)).view(*q.shape[:2], kv_heads, -1)
+    own_block = position // block_size
+    scores = scores.masked_fill((block > own_block[:, None])[:, None], -torch.inf)
+    selected = top_k_blocks(scores, block_counts, init_blocks=INIT_BLOCKS, local_blocks=LOCAL_BLOCKS)
+    always = (selected < INIT_BLOCKS) | (selected > own_block[:, None, None] - LOCAL_BLOCKS)
+    rank = torch.where(selected < 0, 2, torch.where(always, 0, 1))
+    return selected.gather(2, rank.argsort(dim=2, stable=True)).view(*q.shape[:2], kv_heads, -1)
 
 
 def parallel_nsa(

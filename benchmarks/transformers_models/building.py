@@ -63,8 +63,8 @@ def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[st
     config.allow_global_per_layer_attribute_access = True  # otherwise sizes that differ by layer could not be read
     counts = {name: value for name in LAYERS if isinstance(value := getattr(config, name, None), int)}
     count = next(iter(counts.values()), 0)
-    kept = layers_kept(config, count)
-    small: dict[str, Any] = dict.fromkeys(counts, len(kept))
+    layers = layers_kept(config, count)
+    small: dict[str, Any] = dict.fromkeys(counts, len(layers))
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             of_text = any(word in name for word in TEXT)
@@ -73,7 +73,7 @@ def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[st
             small[name] = [0]
         elif isinstance(value, list | tuple):
             if len(value) == count > 2:
-                small[name] = [value[number] for number in kept]
+                small[name] = [value[number] for number in layers]
         elif name not in counts and _is_size(name, value):
             small[name] = _size(name, value, text)
     if getattr(config, "kv_lora_rank", None) and "num_key_value_heads" in small:
@@ -90,8 +90,8 @@ def layers_kept(config: Any, count: int) -> list[int]:
     first: dict[tuple[str, ...], int] = {}
     for number in range(count):
         first.setdefault(tuple(str(each[number]) for each in lists), number)
-    kept = list(first.values())[:MOST_LAYERS]
-    return kept if len(kept) > 1 else list(range(min(2, count)))
+    numbers = list(first.values())[:MOST_LAYERS]
+    return numbers if len(numbers) > 1 else list(range(min(2, count)))
 
 
 def _is_size(name: str, value: Any) -> bool:

@@ -88,8 +88,8 @@ def forms(model: Any) -> list[Form]:
         shown = torch.ones(ROWS, BEFORE + BEHIND, 1, tiles).long()
         add("aspect_ratio_ids", (ROWS, 1, tiles, *image), cross_attention_mask=shown, **ratios)
     add("image_attention_mask", (ROWS, 1, *image), image_attention_mask=torch.ones(ROWS, BEFORE + BEHIND, 1).long())
-    asked = {"qformer_input_ids": tokens(ROWS, 4), "qformer_attention_mask": torch.ones(ROWS, 4).long()}
-    add("qformer_input_ids", (ROWS, *image), (ROWS, 2, *image), **asked)
+    queries = {"qformer_input_ids": tokens(ROWS, 4), "qformer_attention_mask": torch.ones(ROWS, 4).long()}
+    add("qformer_input_ids", (ROWS, *image), (ROWS, 2, *image), **queries)
     pooling = {"image_token_pooling": [[0, 1, 2, 3]] * ROWS, "image_grids": [[1, 1, 0, 0]] * ROWS}
     add("image_token_pooling", (ROWS, 4, flat), image_num_crops=[1] * ROWS, **pooling)
     if "high_res_pixel_values" in takes:
@@ -136,9 +136,9 @@ def tokens_of(model: Any, pixels: Inputs) -> int:
     if not features:
         return 0
     takes = {name for each in features for name in inspect.signature(each).parameters}
-    given = {name: value for name, value in pixels.items() if name in takes or "args" in takes}
+    arguments = {name: value for name, value in pixels.items() if name in takes or "args" in takes}
     with torch.no_grad():
-        found = features[0](**given)
+        found = features[0](**arguments)
     if hasattr(found, "last_hidden_state"):
         found = found.last_hidden_state if found.pooler_output is None else found.pooler_output
     width = model.config.get_text_config().hidden_size

@@ -47,9 +47,9 @@ class Given(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         del input_ids
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[..., next(self._left)] = 0.0
-        return chosen
+        forced = torch.full_like(scores, -torch.inf)
+        forced[..., next(self._left)] = 0.0
+        return forced
 
 
 # ---- checks

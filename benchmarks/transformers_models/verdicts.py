@@ -41,10 +41,10 @@ def verdict(record: Record) -> str:
 def _equal(record: Record) -> list[str]:
     calls = [call for call in record["calls"] if not call[0].startswith(OF_ABSORBED)]
     reasons = list(dict.fromkeys(reason for _, operation, reason in calls if operation == DENSE))
-    own = ", ".join(record["own"])
+    own_code = ", ".join(record["own"])
     if not calls:
-        if own:
-            return [f"own code: {own}"]
+        if own_code:
+            return [f"own code: {own_code}"]
         return ["no softmax"]
     if not reasons:
         words = [EQUAL]
@@ -52,7 +52,7 @@ def _equal(record: Record) -> list[str]:
         words = [f"dense: {', '.join(reasons)}"]
     else:
         words = [f"{EQUAL}, partly dense: {', '.join(reasons)}"]
-    return words + ([f"partly own code: {own}"] if own else [])
+    return words + ([f"partly own code: {own_code}"] if own_code else [])
 
 
 def is_wrong(record: Record) -> bool:
