@@ -13,14 +13,14 @@ triton = pytest.importorskip("triton")
 
 
 class Scope:
-    """Like the interpreter's own, which puts back what it replaced."""
+    """A stand-in for the interpreter's scope, which restores replaced attributes at its end."""
 
     def set_attr(self, tensor: Any, name: str, value: Any) -> None:
         setattr(tensor, name, value)
 
 
 def interpreter() -> Any:
-    """As of Triton 3.6, as far as it counts here."""
+    """A stand-in for the interpreter module of Triton 3.6, with the one function that is patched."""
     module: Any = types.ModuleType("interpreter")
     module._patch_lang_tensor = lambda tensor, scope: scope.set_attr(tensor, "__index__", lambda self: "the old way")
     return module
