@@ -133,15 +133,15 @@ def of_the_demo() -> Iterator[Rows]:
     weights = {name: torch.from_numpy(value) for name, value in load_weights("gqa").items()}
     text = "\n".join(prompt.text for prompt in PROMPTS).encode()[:KEYS]
     positions = torch.arange(len(text), dtype=torch.int32)
-    found: list[Rows] = []
+    layers: list[Rows] = []
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        found.append((q, k, v))
+        layers.append((q, k, v))
         return _attended(q, k, v).to(q.dtype)
 
     with torch.no_grad():
         GQA.forward_by_heads(weights, torch.tensor(list(text)), positions, attend)
-    yield from found
+    yield from layers
 
 
 def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -216,14 +216,16 @@ def decode(form: Format, keys: int) -> Callable[[], torch.Tensor]:
 def times(forms: Sequence[Format]) -> dict[str, Any]:
     """The least times relative to bfloat16, by number of keys. They are left out if two runs differ too much."""
     torch.set_num_threads(1)
-    found = {str(keys): ratios(forms, keys) for keys in DECODED}
-    difference = max(difference for _, difference in found.values())
+    by_length = {str(keys): ratios(forms, keys) for keys in DECODED}
+    difference = max(difference for _, difference in by_length.values())
     return {
         "date": datetime.date.today().isoformat(),
         "cpu": machine(),
         "torch": torch.__version__,
         "apart": difference,
-        "over_bfloat16": {keys: relative for keys, (relative, _) in found.items()} if difference <= AGREEMENT else {},
+        "over_bfloat16": {keys: relative for keys, (relative, _) in by_length.items()}
+        if difference <= AGREEMENT
+        else {},
     }
 
 
@@ -287,18 +289,18 @@ def _errors_table(record: Mapping[str, Any]) -> str:
 
 
 def _times_table(record: Mapping[str, Any]) -> str:
-    found = record["times"]
-    if found is None or not found["over_bfloat16"]:
-        difference = "" if found is None else f": two runs differed by {100 * found['apart']:.0f} %"
+    times = record["times"]
+    if times is None or not times["over_bfloat16"]:
+        difference = "" if times is None else f": two runs differed by {100 * times['apart']:.0f} %"
         return (
             f'No times are kept{difference}. On an idle machine `make bench-formats ARGS="--save --times"` writes\n'
             "them here, if two runs, one after the other, agree within 10 %.\n"
         )
-    columns = found["over_bfloat16"].values()
+    columns = times["over_bfloat16"].values()
     lines = [
-        f"Measured on one thread of {found['cpu']}, torch {found['torch']}, {found['date']}.\n",
-        "| format | " + " | ".join(f"8 x {int(keys) // 1024}k keys" for keys in found["over_bfloat16"]) + " |",
-        "|---" * (1 + len(found["over_bfloat16"])) + "|",
+        f"Measured on one thread of {times['cpu']}, torch {times['torch']}, {times['date']}.\n",
+        "| format | " + " | ".join(f"8 x {int(keys) // 1024}k keys" for keys in times["over_bfloat16"]) + " |",
+        "|---" * (1 + len(times["over_bfloat16"])) + "|",
     ]
     for name, *of_keys in zip(next(iter(columns)), *(column.values() for column in columns), strict=True):
         lines.append(f"| {name} | " + " | ".join(f"{ratio:.2f}" for ratio in of_keys) + " |")

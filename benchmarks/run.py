@@ -154,14 +154,14 @@ def _wrong_result_note(wrong: AssertionError) -> str:
 def _contenders(
     case: Case, inputs: Any, machine: Machine, backends: Sequence[str], with_peers: bool, results: list[Result]
 ) -> list[tuple[str, Callable[[], Any]]]:
-    found = [(backend, functools.partial(our_call, case, inputs, machine, backend)) for backend in backends]
+    contenders = [(backend, functools.partial(our_call, case, inputs, machine, backend)) for backend in backends]
     for peer in registry.PEERS if with_peers else ():
         if (peer.framework, peer.kind) == (machine.framework, type(case)) and peer.absent() is None:
             if why := peer.declines(case):
                 results.append(Result(case.name, case.workload, peer.name, why=why))
             else:
-                found.append((peer.name, functools.partial(peer.prepare, case, inputs)))
-    return found
+                contenders.append((peer.name, functools.partial(peer.prepare, case, inputs)))
+    return contenders
 
 
 def _time(

@@ -68,11 +68,11 @@ def place(path: Path) -> Path:
 
 def linked(path: Path, target: str) -> Path:
     """The file to which a link in a page leads. For a folder it is its README."""
-    found = (path.parent / target).resolve()
-    found = found / "README.md" if found.is_dir() else found
-    if not found.is_file() or not found.is_relative_to(ROOT):
+    file = (path.parent / target).resolve()
+    file = file / "README.md" if file.is_dir() else file
+    if not file.is_file() or not file.is_relative_to(ROOT):
         raise SystemExit(f"{path.relative_to(ROOT)}: expected a link to a file of the repository, got {target}")
-    return found
+    return file
 
 
 def page(path: Path) -> str:
@@ -103,14 +103,14 @@ def notebook(path: Path) -> str:
 
 def navigation() -> list[Path]:
     """The pages in the navigation, in order."""
-    waiting, found = [tomllib.loads(CONFIG.read_text())["project"]["nav"]], []
+    waiting, pages = [tomllib.loads(CONFIG.read_text())["project"]["nav"]], []
     while waiting:
         entry = waiting.pop(0)
         if isinstance(entry, str):
-            found.append(Path(entry))
+            pages.append(Path(entry))
         else:
             waiting[:0] = entry.values() if isinstance(entry, dict) else entry
-    return found
+    return pages
 
 
 def stage(source: Path) -> list[Path]:
@@ -130,11 +130,11 @@ def stage(source: Path) -> list[Path]:
             for scheme in SCHEMES if follows_the_system(path) else ():
                 variant(destination, scheme).write_text(DARK.sub(SCHEMES[scheme], path.read_text()))
             continue
-        text, found = with_links(path, page(path))
+        text, links = with_links(path, page(path))
         is_listing = path.suffix not in (".md", ".ipynb")
         head = "---\nsearch:\n  exclude: true\n---\n\n" if is_listing or placed[path] in NOT_SEARCHED else ""
         destination.write_text(head + fenced(text))
-        waiting += found
+        waiting += links
     return sorted(placed.values())
 
 
@@ -143,7 +143,7 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
 
     A picture with a light and a dark version follows the site's switch. `<picture>` would only follow the system.
     """
-    found: list[Path] = []
+    links: list[Path] = []
     text = PAIR.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", text)
     in_schemes: set[str] = set()
 
@@ -158,8 +158,8 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
     def target(link: str) -> str:
         if urlsplit(link).scheme:
             return link
-        found.append(linked(path, unquote(link)))
-        return os.path.relpath(place(found[-1]), place(path).parent)
+        links.append(linked(path, unquote(link)))
+        return os.path.relpath(place(links[-1]), place(path).parent)
 
     def moved(link: re.Match) -> str:
         to, anchor = target(link[1]), link[2] or ""
@@ -173,7 +173,7 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
         return f'{link[1]}="{place}{link[3] or ""}"'
 
     lines = [line if is_code else HTML_LINK.sub(moved_html, LINK.sub(moved, line)) for line, is_code in lines_of(text)]
-    return "".join(lines), found
+    return "".join(lines), links
 
 
 def follows_the_system(path: Path) -> bool:
@@ -293,11 +293,11 @@ def built(site: Path) -> list[str]:
 
 def list_versions(folder: Path) -> None:
     """Write the data of the version selector, with the newest version first, and a page that leads to the newest."""
-    found = [path.name for path in folder.iterdir() if path.is_dir()]
-    found.sort(key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")], reverse=True)
-    listed = [{"version": name, "title": name, "aliases": ["latest"] * (name == found[0])} for name in found]
+    versions = [path.name for path in folder.iterdir() if path.is_dir()]
+    versions.sort(key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")], reverse=True)
+    listed = [{"version": name, "title": name, "aliases": ["latest"] * (name == versions[0])} for name in versions]
     (folder / "versions.json").write_text(json.dumps(listed, indent=1) + "\n")
-    (folder / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={found[0]}/index.html">\n')
+    (folder / "index.html").write_text(f'<meta http-equiv="refresh" content="0; url={versions[0]}/index.html">\n')
 
 
 def main() -> int:
@@ -305,13 +305,13 @@ def main() -> int:
     parser.add_argument("--version", help="build this version in build/versions, with a selector of versions")
     version = parser.parse_args().version
     site = VERSIONS / version if version else SITE
-    found = built(site)
-    for fault in found:
+    faults = built(site)
+    for fault in faults:
         print(fault, file=sys.stderr)
-    if version and not found:
+    if version and not faults:
         list_versions(VERSIONS)
-    print(f"{site.relative_to(ROOT)}/index.html: {len(list(site.rglob('*.html')))} pages, {len(found)} faults")
-    return bool(found)
+    print(f"{site.relative_to(ROOT)}/index.html: {len(list(site.rglob('*.html')))} pages, {len(faults)} faults")
+    return bool(faults)
 
 
 if __name__ == "__main__":

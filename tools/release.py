@@ -152,29 +152,29 @@ def hindrances(root: Path, today: datetime.date) -> list[str]:
     """The reasons why this commit cannot be released, apart from those that the build shows."""
     version, changelog = version_of(root), (root / "CHANGELOG.md").read_text()
     heading, unreleased = HEADING.search(changelog), UNRELEASED.search(changelog)
-    found = []
+    reasons = []
     if changed := git(root, "status", "--porcelain"):
-        found.append(f"expected a clean tree, got\n{changed.rstrip()}")
+        reasons.append(f"expected a clean tree, got\n{changed.rstrip()}")
     if heading is None or heading["version"] != version:
         newest = heading["version"] if heading else "none"
-        found.append(f"expected the newest version of CHANGELOG.md to be the package's, {version}, got {newest}")
+        reasons.append(f"expected the newest version of CHANGELOG.md to be the package's, {version}, got {newest}")
     elif heading["date"] != today.isoformat():
-        found.append(f"expected version {version} of CHANGELOG.md to be of today, {today}, got {heading['date']}")
+        reasons.append(f"expected version {version} of CHANGELOG.md to be of today, {today}, got {heading['date']}")
     if unreleased is None or unreleased[1].strip():
-        found.append("expected an empty section Unreleased in CHANGELOG.md, above the versions")
+        reasons.append("expected an empty section Unreleased in CHANGELOG.md, above the versions")
     if not (urls := urls_of(root)).get("Repository"):
-        found.append(f"expected a Repository in [project.urls] of pyproject.toml, got {urls}")
+        reasons.append(f"expected a Repository in [project.urls] of pyproject.toml, got {urls}")
     if (cited := CITED.findall((root / "CITATION.cff").read_text())) != [version]:
-        found.append(f"expected the package's version in CITATION.cff, {version}, got {', '.join(cited) or 'none'}")
+        reasons.append(f"expected the package's version in CITATION.cff, {version}, got {', '.join(cited) or 'none'}")
     if git(root, "tag", "--list", f"v{version}"):
-        found.append(f"expected a new version, but the tag v{version} exists")
-    return found
+        reasons.append(f"expected a new version, but the tag v{version} exists")
+    return reasons
 
 
 def release(root: Path, today: datetime.date, tag: bool) -> int:
     """Check, build and, with `tag`, tag. Prints the remaining steps."""
-    if found := hindrances(root, today):
-        print("\n".join(found), file=sys.stderr)
+    if reasons := hindrances(root, today):
+        print("\n".join(reasons), file=sys.stderr)
         return 1
     name, files = f"v{version_of(root)}", dist(root)
     upload = f"{Path(sys.executable).parent / 'twine'} upload {' '.join(map(str, files))}"

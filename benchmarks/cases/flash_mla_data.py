@@ -91,12 +91,12 @@ def _check_prefill(case: PrefillCase, device: str, form: str | None, dtype: torc
 def _check_mha(case: MhaCase, device: str, form: str | None, dtype: torch.dtype) -> None:
     del form
     arguments, d_out = mha_inputs(case, device, dtype)
-    found = mha_results(arguments, d_out)
+    results = mha_results(arguments, d_out)
     for _ in range(REPEATS):
-        for name, one, other in zip(MHA_RESULTS, found, mha_results(arguments, d_out), strict=True):
+        for name, one, other in zip(MHA_RESULTS, results, mha_results(arguments, d_out), strict=True):
             if not torch.equal(one.view(torch.uint8), other.view(torch.uint8)):
                 raise AssertionError(f"mha {name}: expected the same bits in every run")
-    for name, got, want in zip(MHA_RESULTS, found, mha_oracle(**arguments, d_out=d_out), strict=True):
+    for name, got, want in zip(MHA_RESULTS, results, mha_oracle(**arguments, d_out=d_out), strict=True):
         close(got.float(), want, "mha lse" if name == "lse" else "mha")
 
 
@@ -194,7 +194,7 @@ class Maker:
         slots = (table[:, :, None] * page_size + torch.arange(page_size, device=self.device)).flatten(1)
         cache = self.normal(count, page_size, case.h_kv, case.d_qk).div_(10).clamp_(-1, 1)
         seen = torch.zeros(count * page_size, dtype=torch.bool, device=self.device)
-        found: dict[str, Any] = {"lens": lens.int()}
+        scope: dict[str, Any] = {"lens": lens.int()}
         if lists is None:
             positions = torch.arange(slots.shape[1], device=self.device)
             seen[slots[positions < lens[:, None]]] = True
@@ -205,17 +205,17 @@ class Maker:
             listed = indices
             if lists.lengths:
                 lengths = (self.uniform(case.b) * (lists.topk + 1)).int()
-                found["topk_length"] = lengths
+                scope["topk_length"] = lengths
                 beyond = torch.arange(lists.topk, device=self.device) >= lengths[:, None, None]
                 listed = indices.masked_fill(beyond, -1)
             seen[listed[listed >= 0]] = True
-            found["indices"] = inside_larger(indices.int())
+            scope["indices"] = inside_larger(indices.int())
         cache.masked_fill_(~seen.view(count, page_size, 1, 1), math.nan)
-        found["cache"] = (
+        scope["cache"] = (
             self.quantized(cache, lists is not None and lists.fp4) if case.quantized else inside_larger(cache)
         )
-        found["table"] = inside_larger(table.int())
-        return found
+        scope["table"] = inside_larger(table.int())
+        return scope
 
     def lens(self, s_k: int) -> torch.Tensor:
         case = self.case

@@ -85,7 +85,7 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
             types = [type_of(one, param, (*path, index)) for index, one in enumerate(value)]
             return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if hasattr(value, "shape"):
-            found, specialised = _operand(value, amd)
+            kind, specialised = _operand(value, amd)
         elif (
             param.is_constexpr
             or value is None
@@ -94,12 +94,12 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
             constants[path] = value
             return "constexpr"
         else:
-            found, specialised = _scalar(value)
-            found = param.annotation_type or found
+            kind, specialised = _scalar(value)
+            kind = param.annotation_type or kind
             specialised = [] if param.do_not_specialize or param.do_not_specialize_on_alignment else specialised
         if specialised:
             attributes[path] = specialised
-        return found
+        return kind
 
     signature = {param.name: type_of(values[param.name], param, (index,)) for index, param in enumerate(params)}
     return signature, constants, attributes
@@ -285,10 +285,10 @@ def machine_code(compiled: Any) -> MachineCode:
 
 def inner_loops(code: str, num_warps: int) -> tuple[Loop, ...]:
     """The innermost loops with matrix products in cuobjdump's listing of one kernel."""
-    found = []
+    loops = []
     for lines in sass.multiplying_loops(sass.instructions_of(code)):
         loop = sass.count(lines)
-        found.append(
+        loops.append(
             Loop(
                 loads=tuple((width, width * number) for width, number in loop.loads),
                 local=loop["LDL"] + loop["STL"],
@@ -296,15 +296,15 @@ def inner_loops(code: str, num_warps: int) -> tuple[Loop, ...]:
                 cycles=tuple(sass.cycles(lines, num_warps).items()),
             )
         )
-    return tuple(found)
+    return tuple(loops)
 
 
 def _read_amd(compiled: Any) -> Facts:
     text = compiled.asm["amdgcn"]
 
     def metadata(name: str) -> int:
-        found = re.search(rf"\.{name}:\s*(\d+)", text)
-        return int(found[1]) if found else 0
+        match = re.search(rf"\.{name}:\s*(\d+)", text)
+        return int(match[1]) if match else 0
 
     return Facts(
         instructions=_count(AMD_COUNTS, text),

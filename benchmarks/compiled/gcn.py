@@ -81,11 +81,11 @@ class Instruction:
 
 
 def registers(text: str) -> list[int]:
-    found = []
+    numbers = []
     for file, first, last, single in REGISTERS.findall(text):
         start, stop = (int(first), int(last)) if first else (int(single), int(single))
-        found += range(start + 256 * (file == "a"), stop + 1 + 256 * (file == "a"))
-    return found
+        numbers += range(start + 256 * (file == "a"), stop + 1 + 256 * (file == "a"))
+    return numbers
 
 
 def kind_of(name: str, operands: str) -> str:
@@ -113,10 +113,10 @@ def kind_of(name: str, operands: str) -> str:
 
 def width_of(name: str) -> int:
     """The bytes per thread of a load, a store or an LDS access."""
-    if found := re.match(r"ds_(?:read|write)(2?)(?:st64)?_(?:[bui])(\d+)", name):
-        return int(found[2]) // 8 * (2 if found[1] else 1)
-    if found := re.search(r"_dwordx(\d)", name):
-        return 4 * int(found[1])
+    if match := re.match(r"ds_(?:read|write)(2?)(?:st64)?_(?:[bui])(\d+)", name):
+        return int(match[2]) // 8 * (2 if match[1] else 1)
+    if match := re.search(r"_dwordx(\d)", name):
+        return 4 * int(match[1])
     return next((width for word, width in WIDTHS.items() if name.endswith(word)), 4)
 
 
@@ -127,17 +127,17 @@ def instructions_of(text: str) -> tuple[list[Instruction], dict[str, int]]:
     for line in text.splitlines():
         if label := LABEL.match(line):
             labels[label[1]] = len(code)
-        elif found := LINE.match(line):
-            name = re.sub(r"_e(?:32|64)$", "", found[1])
-            code.append(Instruction(len(code), name, found[2].strip()))
+        elif match := LINE.match(line):
+            name = re.sub(r"_e(?:32|64)$", "", match[1])
+            code.append(Instruction(len(code), name, match[2].strip()))
             if name == "s_endpgm":
                 break
     return code, labels
 
 
 def metadata(text: str, name: str) -> int:
-    found = re.search(rf"\.{name}:\s*(\d+)", text)
-    return int(found[1]) if found else 0
+    match = re.search(rf"\.{name}:\s*(\d+)", text)
+    return int(match[1]) if match else 0
 
 
 # ---- loops
@@ -200,10 +200,10 @@ def count(lines: Iterable[Instruction]) -> Counts:
 
 def matrix_cycles(name: str) -> int:
     """The cycles of a SIMD's matrix unit. The wider gfx950 forms take the same time for twice the work."""
-    found = re.search(r"_(\d+)x\d+x(\d+)", name)
-    if found is None:
+    match = re.search(r"_(\d+)x\d+x(\d+)", name)
+    if match is None:
         raise ValueError(f"expected a product with its shape in its name, got {name}")
-    rows, single = int(found[1]), re.search(r"x[124]_?(?:f32|xf32)", name) is not None
+    rows, single = int(match[1]), re.search(r"x[124]_?(?:f32|xf32)", name) is not None
     return {4: 8, 16: 16, 32: 32}[rows] * (2 if single and rows > 4 else 1)
 
 
@@ -224,15 +224,15 @@ def lds_cycles(line: Instruction, chip: Chip) -> float:
 def busy(lines: Sequence[Instruction], num_warps: int, chip: Chip) -> dict[str, float]:
     """The cycles per iteration for which a program keeps the busiest unit of each kind busy, without any waits."""
     waves = -(-num_warps // SIMDS)  # waves on one SIMD
-    found: dict[str, float] = dict.fromkeys(("matrices", "vectors", "LDS"), 0.0)
+    cycles: dict[str, float] = dict.fromkeys(("matrices", "vectors", "LDS"), 0.0)
     for line in lines:
         if line.kind == "matrix":
-            found["matrices"] += matrix_cycles(line.name) * waves
+            cycles["matrices"] += matrix_cycles(line.name) * waves
         elif line.name.startswith("v_"):
-            found["vectors"] += vector_cycles(line, chip) * waves
+            cycles["vectors"] += vector_cycles(line, chip) * waves
         elif line.kind in ("read", "write", "direct", "exchange"):
-            found["LDS"] += lds_cycles(line, chip) * num_warps
-    return found
+            cycles["LDS"] += lds_cycles(line, chip) * num_warps
+    return cycles
 
 
 def copied(lines: Iterable[Instruction], num_warps: int) -> int:

@@ -87,9 +87,9 @@ HEAD = (
 )
 
 
-def table(found: Iterable[Prediction]) -> str:
+def table(predictions: Iterable[Prediction]) -> str:
     lines = []
-    for one in found:
+    for one in predictions:
         plan, floor = one.plan, one.plan.floor
         waits = " - ".join(dict.fromkeys(f"{seconds * 1e6:.1f}" for seconds in one.waiting.values()))
         lines.append(
@@ -113,11 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     device = device_of("torch", ARCH)
     names = options.cases or [name for name, case in catalogue.CASES.items() if roofline.planned(case, device)]
     with compiling.processes(options.jobs) as pool:
-        found = list(pool.map(predicted, names))
+        predictions = list(pool.map(predicted, names))
     if options.cases:
-        print(table(found))
+        print(table(predictions))
     else:
-        document.replace("loops", table(found))
+        document.replace("loops", table(predictions))
     return 0
 
 

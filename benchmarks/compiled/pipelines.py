@@ -89,10 +89,10 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
     staged = staging.read(compiled.asm["ttgir"])
     if len(staged) != len(loops):  # the compiler has split or dropped a loop, so the loops cannot be matched
         staged = [staging.Staging((), (), ())] * len(loops)
-    found = []
+    results = []
     for index, (lines, stage) in enumerate(zip(loops, staged, strict=True)):
         alone = {latency: scoreboard.turn(lines, launch.num_warps, latency) for latency in (0.0, *latencies)}
-        found.append(
+        results.append(
             Walk(
                 kernel=launch.name, loop=index, num_warps=launch.num_warps, num_stages=launch.num_stages,
                 registers=code.registers, spilled=code.spilled, shared=shared,
@@ -104,7 +104,7 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
                 busy=tuple(sass.cycles(lines, launch.num_warps).items()),
             )
         )  # fmt: skip
-    return found
+    return results
 
 
 def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = ARCH) -> Iterator[compiling.Launch]:
@@ -158,9 +158,9 @@ HEAD = (
 )
 
 
-def label(found: Any) -> str:
+def label(loop: Any) -> str:
     """The name of a loop's kernel, with the number of the loop unless it is the first."""
-    return found.kernel if found.loop == 0 else f"{found.kernel}, loop {found.loop}"
+    return loop.kernel if loop.loop == 0 else f"{loop.kernel}, loop {loop.loop}"
 
 
 def line_of(name: str, walk: Walk) -> str:
@@ -176,8 +176,8 @@ def line_of(name: str, walk: Walk) -> str:
     )
 
 
-def table(found: Iterable[tuple[str, Walk]]) -> str:
-    return document.table(HEAD, (line_of(name, walk) for name, walk in found))
+def table(walks: Iterable[tuple[str, Walk]]) -> str:
+    return document.table(HEAD, (line_of(name, walk) for name, walk in walks))
 
 
 def needed() -> str:
@@ -225,10 +225,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = options.cases or SHOWN
     with compiling.processes(min(options.jobs, len(names))) as pool:
         results = pool.map(read_case, names, [options.kernels] * len(names), [options.tile] * len(names))
-        found = [(name, walk) for name, walks_of_case in zip(names, results, strict=True) for walk in walks_of_case]
-    text = table(found)
+        named_walks = [
+            (name, walk) for name, walks_of_case in zip(names, results, strict=True) for walk in walks_of_case
+        ]
+    text = table(named_walks)
     if options.json:
-        rows = [{"case": name, **dataclasses.asdict(walk)} for name, walk in found]
+        rows = [{"case": name, **dataclasses.asdict(walk)} for name, walk in named_walks]
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
     if options.cases:
         print(text + "\n" + needed())

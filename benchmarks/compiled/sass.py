@@ -58,8 +58,8 @@ class Instruction:
     @property
     def target(self) -> int | None:
         """The address to which a branch leads. None for other instructions."""
-        found = re.search(r"0x([0-9a-f]+)\s*$", self.operands) if self.name.startswith("BRA") else None
-        return int(found[1], 16) if found else None
+        match = re.search(r"0x([0-9a-f]+)\s*$", self.operands) if self.name.startswith("BRA") else None
+        return int(match[1], 16) if match else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,11 +97,9 @@ class Kernel:
 
 def tool(name: str) -> str:
     """The path of a tool such as cuobjdump, from Triton or PATH."""
-    found = importlib.util.find_spec("triton")
+    spec = importlib.util.find_spec("triton")
     folders = (
-        [str(Path(folder, "backends/nvidia/bin")) for folder in (found.submodule_search_locations or ())]
-        if found
-        else []
+        [str(Path(folder, "backends/nvidia/bin")) for folder in (spec.submodule_search_locations or ())] if spec else []
     )
     path = next((path for folder in (*folders, None) if (path := shutil.which(name, path=folder))), None)
     if path is None:
@@ -128,7 +126,7 @@ def kernels_of(sass: str, usage: str) -> list[Kernel]:
         for symbol, text in re.findall(r"Function (\S+):\n(.*)", usage)
     }
     parts = re.split(r"^\s*Function : (\S+)\s*$", sass, flags=re.MULTILINE)[1:]
-    found = []
+    kernels = []
     for symbol, body in zip(parts[::2], parts[1::2], strict=True):
         used, code = resources[symbol], instructions_of(body)
         wanted = {
@@ -136,13 +134,13 @@ def kernels_of(sass: str, usage: str) -> list[Kernel]:
             for line in code
             if line.name.startswith("USETMAXREG") and (match := re.search(r"0x([0-9a-f]+)", line.operands))
         }
-        found.append(
+        kernels.append(
             Kernel(
                 symbol, body_type(demangled(symbol)), used["REG"], used["STACK"], used["LOCAL"], used["SHARED"],
                 tuple(sorted(wanted)), count(code), tuple(map(count, working_loops(code))), tuple(code),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda kernel: kernel.name)
+    return sorted(kernels, key=lambda kernel: kernel.name)
 
 
 def instructions_of(body: str) -> list[Instruction]:

@@ -119,14 +119,14 @@ class Paged(Case):
             out = torch.empty_like(inputs["q"])  # given in advance, as an engine does and as the peers write it
             return lambda: ragged_paged_attention(**arguments, backend=backend, out=out)
 
-        found = {OURS: ours("numba"), EAGER: ours("eager")}
+        contenders = {OURS: ours("numba"), EAGER: ours("eager")}
         if self.cache_dtype is None:
-            found |= peers.vllm_attention(inputs, self.page_size) | peers.sglang_attention(inputs, self.lens)
-            found |= peers.openvino_attention(inputs, self.lens) | llama_cpp.attention(inputs, self.lens)
-            found |= peers.over_gathered_in_torch(inputs, self.lens)
+            contenders |= peers.vllm_attention(inputs, self.page_size) | peers.sglang_attention(inputs, self.lens)
+            contenders |= peers.openvino_attention(inputs, self.lens) | llama_cpp.attention(inputs, self.lens)
+            contenders |= peers.over_gathered_in_torch(inputs, self.lens)
         if "jax" in self.frameworks and torch.get_num_threads() > 1:
-            found |= peers.ours_from_jax(arguments)
-        return found
+            contenders |= peers.ours_from_jax(arguments)
+        return contenders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,11 +224,11 @@ class Listed(Paged):
         for tokens, keys in self.lens:
             for own_block in ((keys - tokens + index) // self.block_size for index in range(tokens)):
                 others = torch.rand(NUM_KV_HEADS, max(own_block, 1)).argsort(1)[:, : length - 1] if own_block else None
-                found = torch.full((NUM_KV_HEADS, length), -1)
-                found[:, 0] = own_block
+                blocks = torch.full((NUM_KV_HEADS, length), -1)
+                blocks[:, 0] = own_block
                 if others is not None:
-                    found[:, 1 : 1 + others.shape[1]] = others
-                rows.append(found)
+                    blocks[:, 1 : 1 + others.shape[1]] = others
+                rows.append(blocks)
         return torch.stack(rows).int()
 
     def contenders(self) -> Contenders:
@@ -264,12 +264,12 @@ class Latent(Case):
         def ours(backend: str) -> Callable[[], Any]:
             return lambda: mla_decode(q, stored, **which, sm_scale=LATENT_SCALE, backend=backend)[0][:, 0]
 
-        found = {OURS: ours("numba"), EAGER: ours("eager")}
+        contenders = {OURS: ours("numba"), EAGER: ours("eager")}
         if not self.topk and self.cache_format == "plain":
             arguments = (q[:, 0], cache[:, :, 0], table, lens, LATENT_SCALE)
-            found |= peers.vllm_latent_decode(*arguments) | peers.sglang_latent_decode(*arguments)
-            found |= llama_cpp.latent_decode(*arguments)
-        return found
+            contenders |= peers.vllm_latent_decode(*arguments) | peers.sglang_latent_decode(*arguments)
+            contenders |= llama_cpp.latent_decode(*arguments)
+        return contenders
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,8 +313,8 @@ class Selected(Case):
         def ours(backend: str) -> Callable[[], Any]:
             return lambda: mla_decode(**arguments, backend=backend)[0][:, 0]
 
-        found = {OURS: ours("numba"), EAGER: ours("eager")}
-        return found | peers.vllm_selected_latents(q, window, compressed, sinks, V4_SCALE)
+        contenders = {OURS: ours("numba"), EAGER: ours("eager")}
+        return contenders | peers.vllm_selected_latents(q, window, compressed, sinks, V4_SCALE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -352,8 +352,8 @@ class RaggedLatent(Case):
             return ragged_mla_attention(q, stored, lens, table, edges, sm_scale=LATENT_SCALE, backend="numba", **mask)
 
         ranges = causal_ranges(edges, lens, len(q))
-        found = {OURS: by_ranges, NAMED: ours("numba")} if self.ranged else {OURS: ours("numba")}
-        return found | {EAGER: ours("eager")}
+        contenders = {OURS: by_ranges, NAMED: ours("numba")} if self.ranged else {OURS: ours("numba")}
+        return contenders | {EAGER: ours("eager")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -454,8 +454,8 @@ class Scores(Index):
         def ours(backend: str) -> Callable[[], Any]:
             return lambda: indexer_logits(**arguments, backend=backend)
 
-        found = {OURS: ours("numba"), EAGER: ours("eager")}
-        return found | peers.vllm_indexer_logits(arguments, self.lens)
+        contenders = {OURS: ours("numba"), EAGER: ours("eager")}
+        return contenders | peers.vllm_indexer_logits(arguments, self.lens)
 
 
 F32, BF16, E4M3 = torch.float32, torch.bfloat16, torch.float8_e4m3fn

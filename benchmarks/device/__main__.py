@@ -71,12 +71,12 @@ def facts(device: str) -> dict[str, Any]:
     """The machine and its software, found without using the device."""
     versions = {package: carried.version(package) for package in PACKAGES}
     name = "CPU" if device == "cpu" else ""
-    found: dict[str, Any] = {"device": name, "python": platform.python_version(), "versions": versions}
-    found |= {"cores": len(os.sched_getaffinity(0)), "ptxas": plan.newer_ptxas()}
+    machine: dict[str, Any] = {"device": name, "python": platform.python_version(), "versions": versions}
+    machine |= {"cores": len(os.sched_getaffinity(0)), "ptxas": plan.newer_ptxas()}
     if device == "cuda":
         row = printed(shutil.which("nvidia-smi") or "nvidia-smi", f"--query-gpu={QUERIED}", "--format=csv,noheader")
-        found |= {"device": row.partition(",")[0] or printed(sys.executable, "-c", ASKING_TORCH), "nvidia-smi": row}
-    return found
+        machine |= {"device": row.partition(",")[0] or printed(sys.executable, "-c", ASKING_TORCH), "nvidia-smi": row}
+    return machine
 
 
 def printed(*command: str) -> str:

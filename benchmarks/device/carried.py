@@ -49,13 +49,13 @@ def manifest() -> dict[str, Any]:
 
 def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
     """A digest of the sources. It does not need git."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     # Links in src lead to folders at the root, which the list names themselves.
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     for path in sorted(paths):
         if not any(parent.is_symlink() for parent in path.parents):
-            found.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
-    return found.hexdigest()[:20]
+            digest.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:20]
 
 
 def is_stale() -> bool:

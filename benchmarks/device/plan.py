@@ -155,12 +155,12 @@ def newer_ptxas() -> str | None:
 
 def ways() -> dict[str, Callable[[Phase], Phase]]:
     """Ways to repeat a phase: unchanged, and with changes that tell compiler errors from ours."""
-    found: dict[str, Callable[[Phase], Phase]] = {"": lambda phase: phase}
+    changes: dict[str, Callable[[Phase], Phase]] = {"": lambda phase: phase}
     if path := newer_ptxas():
         more = ("TRITON_PTXAS_PATH", path)
-        found[", with CUDA's ptxas"] = lambda phase: _started(phase, environ=(*phase.start.environ, more))
-    found[", without PDL"] = lambda phase: _started(phase, arguments=(*phase.start.arguments, WITHOUT_PDL))
-    return found
+        changes[", with CUDA's ptxas"] = lambda phase: _started(phase, environ=(*phase.start.environ, more))
+    changes[", without PDL"] = lambda phase: _started(phase, arguments=(*phase.start.arguments, WITHOUT_PDL))
+    return changes
 
 
 def _started(phase: Phase, **changes: tuple) -> Phase:
@@ -172,9 +172,9 @@ def repeats(record: Record) -> Iterator[Phase]:
 
     Together they take at most `REPEATED` seconds, so that the call measures however many items have failed.
     """
-    found = sorted(_repeats(record), key=lambda phase: way_of(phase.name) != "")[:MOST_REPEATS]
-    for phase in found:
-        seconds = REPEATED / max(len(found), 3)
+    repeated = sorted(_repeats(record), key=lambda phase: way_of(phase.name) != "")[:MOST_REPEATS]
+    for phase in repeated:
+        seconds = REPEATED / max(len(repeated), 3)
         yield dataclasses.replace(phase, seconds=seconds, item_seconds=min(phase.item_seconds, seconds / 2))
 
 

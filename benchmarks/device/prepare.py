@@ -228,11 +228,11 @@ def _pins() -> dict[str, str]:
 
 
 def _digest(*parts: Path | str) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
         named = f"{part.relative_to(ROOT)}\0".encode() + part.read_bytes() if isinstance(part, Path) else part.encode()
-        found.update(len(named).to_bytes(8, "little") + named)
-    return found.hexdigest()[:20]
+        digest.update(len(named).to_bytes(8, "little") + named)
+    return digest.hexdigest()[:20]
 
 
 def _mib(size: int) -> str:

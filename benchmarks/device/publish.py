@@ -114,7 +114,7 @@ def ran(record: Record) -> dict[tuple[str, str], list[Ran]]:
     for _, _, check, line in suites(record):
         for name in (check, subject(check)):
             about[name] |= {*line.get("answered", ())}
-    found: dict[tuple[str, str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    outcomes: dict[tuple[str, str, str], collections.Counter[str]] = collections.defaultdict(collections.Counter)
     last: dict[tuple[str, str, str], dict[str, Any]] = {}
     for framework, backend, check, line in suites(record):
         operations = {*line.get("answered", ())}
@@ -123,10 +123,10 @@ def ran(record: Record) -> dict[tuple[str, str], list[Ran]]:
         late = line["result"] == FAILED and line.get("message", "").startswith(LATE)
         for operation in operations:
             key = operation, backend, framework
-            found[key][LATE if late else line["result"]] += 1
+            outcomes[key][LATE if late else line["result"]] += 1
             last[key] = line
     rows: dict[tuple[str, str], list[Ran]] = collections.defaultdict(list)
-    for (operation, backend, framework), results in found.items():
+    for (operation, backend, framework), results in outcomes.items():
         line = last[operation, backend, framework]
         rows[operation, backend].append(Ran(device(record), framework, date(line), line["commit"], results))
     return rows
@@ -208,13 +208,13 @@ def _row(case: str, rows: Iterable[dict[str, Any]]) -> str:
 
 def proven(device_records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
     """By operation, device and key: the times of the case with the least gain over Triton, and the front ends."""
-    found: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
+    entries: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for record in device_records:
         frameworks = [framework for framework in ("torch", "jax") if _whole(record, f"{framework} cuda")]
         if frameworks:
             for operation, key, entry in _faster(record):
-                found[operation][device(record)][key] = entry | {"frameworks": frameworks}
-    return {operation: dict(devices) for operation, devices in found.items()}
+                entries[operation][device(record)][key] = entry | {"frameworks": frameworks}
+    return {operation: dict(devices) for operation, devices in entries.items()}
 
 
 def _whole(record: Record, phase: str) -> bool:
@@ -253,17 +253,17 @@ def device_slug(name: str) -> str:
 
 def keep(path: Path, folder: Path) -> list[Path]:
     """Store a record's lines under the names of their day and device, which must be a GPU. Returns the files."""
-    found = {name: record for name, record in by_device(path).items() if name not in ("", "CPU")}
-    if not found:
+    gpus = {name: record for name, record in by_device(path).items() if name not in ("", "CPU")}
+    if not gpus:
         raise SystemExit(f"expected a record of a GPU in {path}, got {', '.join(by_device(path)) or 'nothing'}")
-    written = []
-    for name, record in found.items():
+    files = []
+    for name, record in gpus.items():
         target = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
         before = list(read(target))  # the lines of another call on that day
         lines = before + [line for line in record.lines if line not in before]
         target.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        written.append(target)
-    return written
+        files.append(target)
+    return files
 
 
 def written(root: Path) -> dict[Path, str]:

@@ -80,28 +80,28 @@ class Record:
 
         If a failed item was run in other ways (`plan.ways`), those lines are left out once the item itself has passed.
         """
-        found: dict[tuple[str, str], Line] = {}
+        last: dict[tuple[str, str], Line] = {}
         with self._lock:
             for line in self.lines:
                 if line.get("kind") == "phase":
-                    found.pop((line["phase"], ""), None)
+                    last.pop((line["phase"], ""), None)
                 elif line.get("kind") == "item":
-                    found[line["phase"], line["item"]] = line
-        passed = {key for key, line in found.items() if line["result"] in DONE}
-        return {key: line for key, line in found.items() if (way_of(key[0]), key[1]) not in passed}
+                    last[line["phase"], line["item"]] = line
+        passed = {key for key, line in last.items() if line["result"] in DONE}
+        return {key: line for key, line in last.items() if (way_of(key[0]), key[1]) not in passed}
 
     def turns(self, phase: str) -> dict[str, int]:
         """When items of a phase are due: 0 if they failed, 2 if they passed with other sources, 3 if they need not run.
 
         Items without an entry never ran on this device. They come after the failed ones.
         """
-        found = {}
+        ages = {}
         for (name, item), line in self.items().items():
             if name != phase or line["at"] < self.since or line.get("device") != self.stamp.get("device"):
                 continue
             same = line.get("sources") == self.stamp.get("sources")
-            found[item] = 0 if line["result"] not in DONE else 3 if same else 2
-        return found
+            ages[item] = 0 if line["result"] not in DONE else 3 if same else 2
+        return ages
 
 
 def way_of(phase: str) -> str:

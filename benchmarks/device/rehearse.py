@@ -45,10 +45,10 @@ def copy(tree: Path) -> None:
         shutil.copytree(carried.FOLDER, tree / carried.FOLDER.name)
 
 
-def faults(found: record.Record) -> int:
+def faults(recorded: record.Record) -> int:
     """Report the phases in which no item passed or was declined. Returns 1 if there are any."""
-    passed = {phase for (phase, _), line in found.items().items() if line["result"] in record.DONE}
-    begun = {line["phase"] for kind in ("phase", "item") for line in found.of_kind(kind)} - {*WITHOUT}
+    passed = {phase for (phase, _), line in recorded.items().items() if line["result"] in record.DONE}
+    begun = {line["phase"] for kind in ("phase", "item") for line in recorded.of_kind(kind)} - {*WITHOUT}
     for phase in sorted(begun - passed):
         print(f"{phase}: no item passed or was declined")
     return int(bool(begun - passed))

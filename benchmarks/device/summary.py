@@ -123,8 +123,8 @@ def _cases(items: dict[tuple[str, str], Line]) -> Iterator[str]:
     for row in rows(items):
         cases[row["case"]].append(row)
 
-    def worst(found: Iterable[dict[str, Any]]) -> float:
-        return min((row["ratio"] for row in found if row.get("ratio") and row["who"] not in OURS), default=math.inf)
+    def worst(rows: Iterable[dict[str, Any]]) -> float:
+        return min((row["ratio"] for row in rows if row.get("ratio") and row["who"] not in OURS), default=math.inf)
 
     for name, found in sorted(cases.items(), key=lambda case: worst(case[1]))[:MOST_CASES]:
         yield f"{name}: " + "; ".join(_timed(row) for row in found if row.get("seconds") or row.get("why"))

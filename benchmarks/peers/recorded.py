@@ -124,7 +124,7 @@ def vllm_paged_declines(case: PagedCase) -> str | None:
 def _unified_programs(case: PagedCase, arguments: Any) -> Programs:
     tile, block_q, group = (arguments[name] for name in ("TILE_SIZE", "BLOCK_Q", "num_queries_per_kv"))
     segments, window = arguments["NUM_SEGMENTS_PER_SEQ"], case.sliding_window or 0
-    found: collections.Counter[tuple[float, ...]] = collections.Counter()
+    programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
         for block in range(cdiv(q_len, block_q)):
             low = kv_len - q_len + block * block_q
@@ -134,8 +134,8 @@ def _unified_programs(case: PagedCase, arguments: Any) -> Programs:
             for begin in range(0, last, each):
                 turns = min(begin + each, last) - max(begin, first)
                 if turns > 0:
-                    found[(float(turns),)] += case.num_kv_heads
-    return found
+                    programs[(float(turns),)] += case.num_kv_heads
+    return programs
 
 
 # ---- latent keys
@@ -167,13 +167,13 @@ def latent_declines(case: LatentCase) -> str | None:
 
 def _split_evenly(launch: Launch, reduce: Sequence[Launch], lens: Sequence[int], splits: int) -> list[Recorded]:
     """The programs of a kernel that cuts each sequence into the same number of equal parts."""
-    found: collections.Counter[tuple[float, ...]] = collections.Counter()
+    programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, least = launch.arguments["BLOCK_N"], launch.arguments.get("MIN_BLOCK_KV", 1)
     for length in lens:
         each = cdiv(cdiv(length, splits), least) * least
         for begin in range(0, length, each):
-            found[(float(cdiv(min(each, length - begin), block)),)] += launch.grid[1]
-    return [Recorded(launch, found), *(Recorded(one, {(): one.programs}) for one in reduce)]
+            programs[(float(cdiv(min(each, length - begin), block)),)] += launch.grid[1]
+    return [Recorded(launch, programs), *(Recorded(one, {(): one.programs}) for one in reduce)]
 
 
 # ---- SGLang
@@ -252,16 +252,16 @@ def _parallel_programs(case: VarlenCase, launch: Launch) -> Programs:
     if "BS" not in launch.arguments:
         return {(): launch.programs}
     rows, step = launch.arguments["BT"], launch.arguments["BS"]
-    found: collections.Counter[tuple[float, ...]] = collections.Counter()
+    programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     for length in case.q_lens:
         for block in range(cdiv(length, rows)):
             diagonal = cdiv(min(rows, length - block * rows), step)
             if "dkv" in launch.name:
                 rest = cdiv(max(length - (block + 1) * rows, 0), step)
-                found[(float(diagonal), float(rest))] += case.num_q_heads
+                programs[(float(diagonal), float(rest))] += case.num_q_heads
             else:
-                found[(float(block * rows // step), float(diagonal))] += case.num_q_heads
-    return found
+                programs[(float(block * rows // step), float(diagonal))] += case.num_q_heads
+    return programs
 
 
 class Peer(NamedTuple):

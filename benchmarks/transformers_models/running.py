@@ -85,8 +85,8 @@ def logits(model: Any, attention: str, mask: torch.Tensor | None = None) -> Resu
     decodes = model.config.is_encoder_decoder
     inputs |= {"decoder_input_ids": DECODED} if decodes else {}
     with torch.no_grad():
-        found = model(**inputs, use_cache=False).logits
-    return (found if mask is None or decodes else found[mask.bool()],)
+        values = model(**inputs, use_cache=False).logits
+    return (values if mask is None or decodes else values[mask.bool()],)
 
 
 def left_padding(model: Any, attention: str) -> Result:
@@ -104,9 +104,9 @@ def train(model: Any, attention: str, batches: Sequence[Inputs], weights: Sequen
     losses = torch.stack([model(**in_dtype(model, batch), use_cache=False).loss for batch in batches])
     loss = losses @ torch.tensor(weights, dtype=losses.dtype)
     loss.backward()
-    found = [torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in model.parameters()]
+    flat = [torch.zeros(each.numel()) if each.grad is None else each.grad.flatten() for each in model.parameters()]
     model.zero_grad()
-    gradients = torch.cat([each.float() for each in found])
+    gradients = torch.cat([each.float() for each in flat])
     return loss.detach(), gradients
 
 
@@ -127,8 +127,8 @@ def rows_alone() -> list[torch.Tensor]:
 
 
 def generate_alone(model: Any, attention: str) -> Result:
-    found = [generate(model, attention, {"input_ids": row}) for row in rows_alone()]
-    return (torch.cat([made for (made,) in found]),)
+    results = [generate(model, attention, {"input_ids": row}) for row in rows_alone()]
+    return (torch.cat([made for (made,) in results]),)
 
 
 def logits_alone(model: Any, attention: str) -> Result:
@@ -203,10 +203,10 @@ def _batched(model: Any, attention: str) -> Result:
         ),
         warmup=False,
     )
-    found = [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.rpartition("_")[2]))]
-    if [len(each) for each in found] != [NEW] * len(PROMPTS):
-        raise errors.last or RuntimeError(f"expected {NEW} tokens for each of {len(PROMPTS)} prompts, got {found}")
-    return (torch.tensor(found),)
+    generated = [made[name].generated_tokens for name in sorted(made, key=lambda name: int(name.rpartition("_")[2]))]
+    if [len(each) for each in generated] != [NEW] * len(PROMPTS):
+        raise errors.last or RuntimeError(f"expected {NEW} tokens for each of {len(PROMPTS)} prompts, got {generated}")
+    return (torch.tensor(generated),)
 
 
 def _alone(model: Any) -> Result:
