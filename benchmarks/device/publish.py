@@ -196,9 +196,9 @@ def times(device_records: Sequence[Record]) -> str:
         timed = {PEERS.get(row["who"]) for _, rows in cases.values() for row in rows if row.get("seconds")}
         columns = [title for title in COLUMNS if title in timed]
         lines += [f"Measured on one {name} with Triton {line['triton']} on {date(line)}, at commit",
-                  f"{line['commit']}. Each number under a library is its time divided by ours: above 1, ours is faster.",
-                  "The limit is the least time that the device's bandwidth and arithmetic allow. For fp8 caches, FA3 and",
-                  "SDPA read a bfloat16 copy that was made beforehand.", "",
+                  f"{line['commit']}. Each number under a library is its time divided by ours: above 1, ours is",
+                  "faster. The limit is the least time that the device's bandwidth and arithmetic allow. For fp8",
+                  "caches, FA3 and SDPA read a bfloat16 copy that was made beforehand.", "",
                   f"| case | ours, us | share of the limit | {' | '.join(columns)} |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
         lines += [_row(case, cases[case][1], columns) for case in QUICK if case in cases]
