@@ -331,6 +331,15 @@ def test_trees_of_other_frameworks() -> None:
     np.testing.assert_array_equal(found, made.tree_ranges(parents))
 
 
+def test_a_tree_is_made_outside_jit() -> None:
+    jax = pytest.importorskip("jax")
+    parents = jax.numpy.array([-1, 0, 0])
+    with pytest.raises(InvalidInput, match=r"got a tracer of jax: call tree_ranges outside jax\.jit"):
+        jax.jit(made.tree_ranges)(parents)
+    ranges = made.tree_ranges(parents)
+    assert jax.jit(lambda ranges: ranges + 5)(ranges)[2].tolist() == [[5, 6], [7, 8]]
+
+
 @pytest.mark.parametrize(("parents", "said"), [
     ([0], r"expected parents\[0\] from -1 to -1, before the token, got 0$"),
     ([-1, 0, 2], r"expected parents\[2\] from -1 to 1, before the token, got 2$"),

@@ -237,7 +237,8 @@ def tree_ranges(parents: Any) -> Any:
     """Each token's ancestors and the token itself, for packed prefix trees; R is the maximum that a token needs.
 
     Rollouts that share prompts, or drafts, are packed as a tree in which each token follows its parent. Depth-first
-    order is best, because a token's ancestors then form few runs of neighbours. The values are read on the host.
+    order is best, because a token's ancestors then form few runs of neighbours. The values are read on the host, so
+    call this function outside `jax.jit`, and pass the ranges to the jitted step.
 
     Args:
         parents: i32 [T], the position of each token's parent, which is before its own; -1 for a root. A tree is one
@@ -245,10 +246,15 @@ def tree_ranges(parents: Any) -> Any:
 
     Raises:
         InvalidInput: a parent does not precede its token, or a token's ancestors form more than 8 runs; the message has
-            the number.
+            the number. Or `parents` is traced by jax.
     """
     xp = _namespace("parents", parents)
     expect_array("parents", parents, "T", ("int32",), {})
+    if type(parents).__name__.endswith("Tracer"):
+        raise InvalidInput(
+            "expected parents with values that the host can read, got a tracer of jax: call tree_ranges outside "
+            "jax.jit, and pass the ranges in as an array"
+        )
     host = parents.cpu().numpy() if xp.__name__ == "torch" else np.asarray(parents)
     bad = np.flatnonzero((host < -1) | (host >= np.arange(len(host))))
     if bad.size:
