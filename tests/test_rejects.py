@@ -175,6 +175,7 @@ VALID: dict[str, dict[str, Any]] = {
 TABLES = {"slot_mapping": None, "kv_lens": ints(3, 8), "page_indices": ints([0, 1], [2, 3]), "cu_q_lens": ints(0, 2, 4)}
 FLOATS = "float32 or float16 or bfloat16"
 CONVERT = ": convert it once, by .float() in torch or .astype('float32') in jax"
+PLAIN_8_BIT = ": a plain 8-bit cache is for dense attention, by ragged_mla_attention"
 EIGHT_BIT = "float8_e4m3fn or float8_e5m2 or float8_e4m3fnuz or int8"
 NO_SCALES = "their elements hold 4-bit codes, which have scales of their own"
 BYTES_OF_SCALES = (
@@ -968,6 +969,11 @@ STATIC = [
     prefill(InvalidInput, "expected kv.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) or 528 (fp8_v41) or 288 (fp4_v41) "
             "for a cache of bytes, got 32",
             kv=raw(2, 5, 1, 32)),
+    prefill(InvalidInput, "expected kv.shape[3] to be 656 (fp8_v32) or 584 (fp8_v4) or 528 (fp8_v41) or 288 (fp4_v41) "
+            f"for a cache of bytes, got 32{PLAIN_8_BIT}",
+            kv=ones(2, 5, 1, 32, dtype=np.int8)),
+    prefill(InvalidInput, f"expected kv.dtype to be {FLOATS} with cache_format='plain', got int8{PLAIN_8_BIT}",
+            kv=ones(2, 5, 1, 32, dtype=np.int8), cache_format="plain"),
     prefill(InvalidInput, "expected kv.shape[3] to be 584 (fp8_v4) for a cache of bytes, got 656",
             kv=raw(2, 5, 1, 656), cache_format="fp8_v4"),
     prefill(InvalidInput, "expected q's last dimension to be 576 with cache_format='fp8_v32', got 32",

@@ -69,14 +69,17 @@ def format_of(name: str, cache: Any, given: str | None, row_width: int | None = 
                 f"expected {name}.dtype to be {' or '.join(BYTES)} with cache_format={given!r}, got {dtype}"
             )
         return "plain"
+    may_be_plain = given in (None, "plain") and dtype in QUANTIZED and row_width is None
+    advice = ": a plain 8-bit cache is for dense attention, by ragged_mla_attention" if may_be_plain else ""
     if given == "plain":
-        raise InvalidInput(f"expected {name}.dtype to be {' or '.join(FLOATS)} with cache_format='plain', got {dtype}")
+        expected = f"{' or '.join(FLOATS)} with cache_format='plain'"
+        raise InvalidInput(f"expected {name}.dtype to be {expected}, got {dtype}{advice}")
     forms = [form for form in CACHE_FORMATS.values() if given in (None, form.name)]
     for form in forms:
         if form.token_bytes == width:
             return form.name
     wanted = " or ".join(f"{form.token_bytes} ({form.name})" for form in forms)
-    raise InvalidInput(f"expected {name}.shape[3] to be {wanted} for a cache of bytes, got {width}")
+    raise InvalidInput(f"expected {name}.shape[3] to be {wanted} for a cache of bytes, got {width}{advice}")
 
 
 def expect_cache(

@@ -238,7 +238,7 @@ class Indexer(FrontEnd[Array, Memory]):
 
         Args:
             k: [N, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
-            power_of_two: round scales up to a power of two.
+            power_of_two: round scales up to a power of two; see `write_indexer_cache` for the default.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
@@ -277,7 +277,9 @@ class Indexer(FrontEnd[Array, Memory]):
                 step, which `indexer_topk` takes too. The tables of this operation count keys, one for each row of k. A
                 cache with one key for `ratio` tokens therefore needs other tables, or slots: `kv_lens // ratio`, and in
                 `cu_q_lens` the sums of the new keys, `kv_lens // ratio - (kv_lens - q_lens) // ratio`.
-            power_of_two: round scales up to a power of two.
+            power_of_two: round scales up to a power of two. The pages store float32 scales, which need no rounding, so
+                the default is False. In `write_mla_cache`, `power_of_two_scales` is True by default, because two
+                formats of latents can store no other scales.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:

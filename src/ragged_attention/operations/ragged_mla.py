@@ -91,8 +91,9 @@ class RaggedLatent(FrontEnd[Array, Memory]):
                 to 1024. float8_e4m3fn queries need `q_scale`; they are widened to the dtype of `kv_cache`, or to
                 bfloat16 if the cache is 8-bit, and "q's dtype" below means that wider dtype.
             kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2,
-                float8_e4m3fnuz or int8, which go with `kv_scale`. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in
-                the formats that `mla_decode` takes. Sequences may share pages.
+                float8_e4m3fnuz or int8, which go with `kv_scale`; `mla_decode` and `sparse_mla_prefill` do not take
+                plain 8-bit caches. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode`
+                takes. Sequences may share pages.
             kv_lens, page_indices, cu_q_lens: i32 [S], [S, M] and [S + 1], as in `ragged_paged_attention`.
             num_seqs, max_q_len: as in `ragged_paged_attention`.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.
@@ -101,7 +102,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             causal, sliding_window, soft_cap, sinks, q_scale, return_lse, return_max_logits: as in
                 `ragged_paged_attention`.
             kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
-                [1]; `new_kv` is written with it as by `write_mla_cache`.
+                [1]; None is 1, also for an 8-bit cache. `new_kv` is written with it as by `write_mla_cache`.
             rope_scale: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the same
                 forms; default `kv_scale`.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
