@@ -732,7 +732,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A checkout with only the files that are written from records."""
     for folder in ("benchmarks/results", "docs", "kernels_cuda"):
         (tmp_path / folder).mkdir(parents=True)
-    for page in ("README.md", "docs/status.md"):
+    for page in ("README.md", "docs/status.md", "docs/gpu_measured.md"):
         (tmp_path / page).write_text(f"before\n{publish.BEGIN}{publish.END}after\n")
     monkeypatch.setattr(_latent, "PROVEN", tmp_path / "kernels_cuda" / "proven")
     _latent._proven.cache_clear()
@@ -762,6 +762,9 @@ def test_a_record_becomes_rows_a_table_and_proven_kernels(checkout: Path) -> Non
     readme = (checkout / "README.md").read_text()
     assert "| case | ours, us | share of the limit | vLLM's Triton |" in readme
     assert "| decode, 64 sequences of 4k keys | 200 (triton) | 80% | 1.50 |" in readme
+    measured = (checkout / "docs" / "gpu_measured.md").read_text()
+    assert "| `decode_64x4k` | 200 |" in measured
+    assert "the run ended before them" in measured
     assert publish.NOTHING not in readme
     assert mla_decode.why_not_by_default(call_on(DEVICE)) is None
     assert mla_decode.why_not_by_default(call_on(DEVICE, "jax")) == _latent.NOT_BY_DEFAULT

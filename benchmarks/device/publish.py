@@ -3,9 +3,9 @@
     python -m benchmarks.device.publish [RECORD ...] [--check]
 
 Each RECORD is stored as benchmarks/results/<date>_<device>.jsonl, one file per device. From all stored records the
-command regenerates the rows for devices in docs/status.md, the table of times in README.md, and
-kernels_cuda/proven/<operation>.json, which makes CUDA kernels the default on a device. With --check nothing is written,
-and the exit status is 1 if any of these files would change.
+command regenerates the rows for devices in docs/status.md, the tables of times in README.md and docs/gpu_measured.md,
+and kernels_cuda/proven/<operation>.json, which makes CUDA kernels the default on a device. With --check nothing is
+written, and the exit status is 1 if any of these files would change.
 
 Only the last result of each item counts. A kind of call is the key that the operation's module gives it: operation,
 heads, widths, format and sizes. It is proven for a device and a front end if two conditions hold. With the same
@@ -198,10 +198,47 @@ def times(device_records: Sequence[Record]) -> str:
         lines += [f"Measured on one {name} with Triton {line['triton']} on {date(line)}, at commit",
                   f"{line['commit']}. Each number under a library is its time divided by ours: above 1, ours is",
                   "faster. The limit is the least time that the device's bandwidth and arithmetic allow. For fp8",
-                  "caches, FA3 and SDPA read a bfloat16 copy that was made beforehand.", "",
+                  "caches, FA3 and SDPA read a bfloat16 copy that was made beforehand. [All",
+                  "cases](docs/gpu_measured.md), and what that run could not time.", "",
                   f"| case | ours, us | share of the limit | {' | '.join(columns)} |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
         lines += [_row(case, cases[case][1], columns) for case in QUICK if case in cases]
+        lines.append("")
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def all_times(device_records: Sequence[Record]) -> str:
+    """The tables of docs/gpu_measured.md: every timed case on each device, and the reasons for missing times."""
+    by_device: dict[str, dict[str, list[dict[str, Any]]]] = collections.defaultdict(dict)
+    failures: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    for record in device_records:
+        for (phase, case), line in record.items().items():
+            if phase in (BENCH, BENCH_ALONE) and line.get("rows"):
+                by_device[device(record)][case] = line["rows"]
+            elif phase in (BENCH, BENCH_ALONE) and case and line["result"] not in DONE:
+                failures[device(record)][case] = line.get("message", line["result"]).splitlines()[0]
+    lines = [] if by_device else [NOTHING]
+    for name, cases in by_device.items():
+        timed = {PEERS.get(row["who"]) for rows in cases.values() for row in rows if row.get("seconds")}
+        columns = [title for title in COLUMNS if title in timed]
+        lines += [f"## {name}", "", f"| case | Triton, us | CUDA, us | {', us | '.join(columns)}, us |",
+                  "|---" * (3 + len(columns)) + "|"]  # fmt: skip
+        reasons: dict[tuple[str, str], list[str]] = {}
+        for case, rows in sorted(cases.items()):
+            seconds = {row["who"]: row["seconds"] for row in rows if row.get("seconds")}
+            titles = {PEERS.get(who, who): f"{1e6 * time:.0f}" for who, time in seconds.items()}
+            cells = (titles.get(column, "") for column in ("triton", "cuda", *columns))
+            lines.append(f"| `{case}` | {' | '.join(cells)} |")
+            for row in rows:
+                if reason := row.get("why"):
+                    who: str = row["who"]
+                    reasons.setdefault((PEERS.get(who, who), reason.partition(". ")[0]), []).append(case)
+        lines += ["", "Not timed:", ""]
+        for (who, reason), skipped in sorted(reasons.items()):
+            lines.append(f"- {who}, {len(skipped)} {'case' if len(skipped) == 1 else 'cases'}: {reason}")
+        lines += [f"- `{case}`: {reason}" for case, reason in sorted(failures[name].items()) if case not in cases]
+        unreached = [f"`{case}`" for case in QUICK if case not in cases and case not in failures[name]]
+        lines += [f"- {', '.join(unreached)}: the run ended before them"] if unreached else []
         lines.append("")
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -288,6 +325,7 @@ def written(root: Path) -> dict[Path, str]:
     """The contents that all files derived from the records should have."""
     device_records = records(root / "benchmarks" / "results")
     pages = {root / "docs" / "status.md": status(device_records), root / "README.md": times(device_records)}
+    pages[root / "docs" / "gpu_measured.md"] = all_times(device_records)
     files = {path: _between(path.read_text(), text) for path, text in pages.items()}
     folder = root / "kernels_cuda" / "proven"
     for operation, devices in proven(device_records).items():
