@@ -61,6 +61,17 @@ def test_the_readmes_first_block_prints_what_it_says(tmp_path):
     assert "* numba      chosen" in out
 
 
+def test_the_readmes_call_from_jax_runs(tmp_path):
+    for needed in ("torch", "jax"):
+        pytest.importorskip(needed)
+    text = (ROOT / "README.md").read_text()
+    (code,) = (block for language, block in FENCE.findall(text) if language == "python")
+    imported, call = re.findall(r"`(from ragged_attention\.jax import \w+)`, then `(jax\.jit\(.+)`", text)[0]
+    arrays = "batch = [jax.numpy.asarray(array.numpy()) for array in batch]"
+    out = run_python("\n".join((code, "import jax", imported, arrays, f"print({call}.shape)")), tmp_path)
+    assert out.splitlines()[-1] == "(5, 8, 64)"
+
+
 @pytest.mark.parametrize("text", blocks("toml"))
 def test_toml_blocks_are_config_files(text, tmp_path, monkeypatch):
     path = tmp_path / "settings.toml"
