@@ -13,6 +13,7 @@ import pytest
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.mla_decode import mla_decode
 from ragged_attention.testing import judge
+from ragged_attention.testing.diagnosis.numbers import RESCALE
 from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
 from ragged_attention.testing.judging import UNPROMISED as UNPROMISED_BY_NAME
@@ -73,6 +74,46 @@ def test_a_fault_fails_with_the_batch_that_shows_it(fault: str) -> None:
     assert report.failures
     with pytest.raises(AssertionError, match=r"FAILED  corner: attention, .*\n  AssertionError: out\["):
         report.check()
+
+
+def blockwise(block: int, rescaled: bool) -> Callable[..., Any]:
+    """A decode kernel that visits blocks of keys and takes pages in a pair, with or without rescaling its sums."""
+
+    def decode_by_blocks(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+        k_pages, v_pages = kv_pages
+        out = np.zeros((*q.shape[:2], v_pages.shape[3]), np.float32)
+        group = q.shape[1] // k_pages.shape[2]
+        for seq, kv_len in enumerate(kv_lens):
+            pages = page_indices[seq, : -(-kv_len // k_pages.shape[1])]
+            k, v = (a[pages].reshape(-1, *a.shape[2:])[:kv_len].astype(np.float32) for a in kv_pages)
+            k, v = (np.repeat(array, group, axis=1) for array in (k, v))
+            logits = np.einsum("hd,nhd->hn", q[seq].astype(np.float32), k)
+            logits = logits * (q.shape[2] ** -0.5 if sm_scale is None else sm_scale)
+            most, total = np.full(q.shape[1], -np.inf, np.float32), np.zeros(q.shape[1], np.float32)
+            for start in range(0, kv_len, block):
+                part = logits[:, start : start + block]
+                new = np.maximum(most, part.max(axis=1))
+                factor = np.exp(most - new) if rescaled else np.where(most == -np.inf, 0, 1)
+                weights = np.exp(part - new[:, None])
+                total = total * factor + weights.sum(axis=1)
+                out[seq] = out[seq] * factor[:, None] + np.einsum("hn,nhd->hd", weights, v[start : start + block])
+                most = new
+            out[seq] /= total[:, None]
+        return out
+
+    return decode_by_blocks
+
+
+@pytest.mark.parametrize(("dtype", "block"), [("float32", 32), ("bfloat16", 128), ("float16", 512)])
+def test_a_named_batch_shows_sums_that_are_not_rescaled(dtype: str, block: int) -> None:
+    """A kernel of decodes in one dtype, over one layout of pages, is tested by a long sequence whose logits grow."""
+    limits: dict[str, Any] = {"decode_only": True, "dtypes": [dtype], "only": "corner: attention, decodes of long"}
+    limits["declines"] = [*UNPROMISED, "combined pages"]
+    right = judge(blockwise(block, rescaled=True), **limits)
+    right.check()
+    assert [verdict.result for verdict in right.verdicts].count("passed") == 1
+    (failure,) = judge(blockwise(block, rescaled=False), **limits).failures
+    assert failure.causes[0] == RESCALE
 
 
 def test_a_drawn_failure_prints_its_structure() -> None:

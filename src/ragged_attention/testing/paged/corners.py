@@ -7,6 +7,7 @@ import numpy as np
 
 from ragged_attention.testing import formats, selected
 from ragged_attention.testing.integers import INT32
+from ragged_attention.testing.paged.decodes import DECODES
 from ragged_attention.testing.paged.specs import Batch, MergeBatch, Spec, WriteBatch
 from ragged_attention.testing.paged.strategies import coded, merge_batch, write_batch
 from ragged_attention.testing.ranges import KINDS
@@ -312,7 +313,7 @@ _VALUES: dict[str, Callable[[], Batch]] = {
     "tables without rows": _no_room_for_sequences,
 }
 
-CORNERS: dict[str, Callable[[], Batch]] = {name: spec.build for name, spec in _SPECS.items()} | _VALUES
+CORNERS: dict[str, Callable[[], Batch]] = {name: spec.build for name, spec in _SPECS.items()} | DECODES | _VALUES
 
 
 def _with_special_values() -> WriteBatch:
