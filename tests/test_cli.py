@@ -2,11 +2,13 @@
 
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +18,8 @@ from ragged_attention.calls import CALLS, Device
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
 from ragged_attention.tools import arguments as command_arguments
 from ragged_attention.tools import cli, warmup
-from ragged_attention.tools.samples import GPUS, KV_FORMATS
+from ragged_attention.tools.gpus import GPUS, VERIFIED
+from ragged_attention.tools.samples import KV_FORMATS, device_of
 from tests.apart import printed
 
 ATTENTION = "ragged_paged_attention"
@@ -176,7 +179,7 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
         ),
         (
             [ATTENTION, "--device", "sm_1"],
-            "expected device to be a torch device of this machine or one .*: a100, .*, got 'sm_1'",
+            "expected device to be a torch device of this machine or one that need not be here, got 'sm_1'; did you",
         ),
         ([ATTENTION, "--framework", "numpy"], "argument --framework: invalid choice: 'numpy'"),
         ([], "the following arguments are required: OPERATION"),
@@ -194,7 +197,9 @@ def test_a_wrong_device_of_jax_is_refused(run_cli):
     pytest.importorskip("jax")
     code, _, err = run_cli("explain", ATTENTION, "--framework", "jax", "--device", "abacus")
     assert code == 2
-    assert re.search(r"expected device to be \w+, jax's device of this machine, or one .*: a100, .*, got 'abacus'", err)
+    assert re.search(
+        r"expected device to be \w+, jax's device of this machine, or one .* here, got 'abacus' .*a100, ", err
+    )
 
 
 def test_a_faulty_config_file_is_one_line_and_code_2(run_cli, monkeypatch, tmp_path):
@@ -379,11 +384,74 @@ def test_kernels_are_compiled_ahead(run_cli):
 def test_each_gpu_may_be_named(run_cli):
     pytest.importorskip("triton")
     pytest.importorskip("torch")
-    for name, (arch, full_name) in GPUS.items():
+    for name, (arch, full_name, _) in GPUS.items():
         code, out, err = run_cli("explain", "merge_attention_states", "--device", name)
         assert (code, err) == (0, "")
         assert f"merge_attention_states from torch on {full_name} ({arch})" in " ".join(out.split())
         assert ["*", "triton", "chosen"] in rows(out)
+
+
+def test_each_gpu_has_its_multiprocessors():
+    pytest.importorskip("torch")
+    counts = {
+        name: device_of("torch", name).num_multiprocessors for name in ("rtx4090", "l4", "b300", "sm_89", "sm_90")
+    }
+    assert counts == {"rtx4090": 128, "l4": 58, "b300": 148, "sm_89": 128, "sm_90": 132}
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("h200", ""),
+        ("sm_90", ""),
+        ("h100", "NVIDIA H100 is not yet verified on hardware. "),
+        ("mi300x", "AMD Instinct MI300X is not yet verified on hardware. "),
+        ("gfx950", "gfx950 is not yet verified on hardware. "),
+        ("tpu", "TPUs are not yet verified on hardware. "),
+    ],
+)
+def test_explain_says_whether_a_device_is_verified(run_cli, name, first):
+    pytest.importorskip("torch")
+    arguments = ("explain", "merge_attention_states", "--framework", "torch", "--backend", "eager")
+    _, out, _ = run_cli(*arguments, "--device", name)
+    assert out.splitlines()[-1] == f"{first}What has run on which hardware: docs/status.md"
+    assert "What has run" not in run_cli(*arguments, "--device", "cpu")[1]
+
+
+def test_verified_devices_are_those_of_the_records():
+    records = Path(__file__).parents[1] / "benchmarks" / "results"
+    devices = set()
+    for path in records.glob("*.jsonl"):
+        items = map(json.loads, path.read_text().splitlines())
+        devices |= {item["device"] for item in items if item["kind"] == "item" and item["result"] == "passed"}
+    assert devices == set(VERIFIED)
+
+
+@pytest.mark.parametrize(("name", "arch"), [("t4", "sm_75"), ("V100", "sm_70")])
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_gpu_that_is_too_old_is_refused(run_cli, framework, name, arch):
+    pytest.importorskip(framework)
+    code, _, err = run_cli("explain", ATTENTION, "--framework", framework, "--device", name)
+    assert code == 2
+    assert f"expected a GPU of sm_80 or newer, got '{name}', which is {arch}: the kernels do not support sm_75" in err
+
+
+@pytest.mark.parametrize("word", ["rtx-4090", "4090"])
+def test_a_suggestion_stands_before_the_list_of_devices(run_cli, word):
+    pytest.importorskip("torch")
+    _, _, err = run_cli("explain", ATTENTION, "--framework", "torch", "--device", word)
+    assert f"got '{word}'; did you mean rtx4090? (such devices are a100, " in err
+
+
+def test_both_commands_take_both_names_of_a_window(run_cli):
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    for command in (("explain", ATTENTION, "--backend", "reference"), ("view", "--q-lens", "1", "--kv-lens", "900")):
+        said = [run_cli(*command, name, "100") for name in ("--sliding-window", "--window")]
+        assert said[0] == said[1]
+        assert said[0][0] == 0
+    code, _, err = run_cli("explain", ATTENTION, "--window", "0")
+    assert (code, err) == (2, "ragged-attention: expected sliding_window >= 1, got 0\n")
 
 
 def test_explain_of_a_gpu_needs_triton(run_cli, monkeypatch):

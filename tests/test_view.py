@@ -12,7 +12,8 @@ import pytest
 from ragged_attention import dispatch
 from ragged_attention.explain import VIEWED
 from ragged_attention.tools import cli, drawing, schedule, view
-from ragged_attention.tools.samples import GPUS, FakeArray, LatentSample, Sample
+from ragged_attention.tools.gpus import GPUS
+from ragged_attention.tools.samples import FakeArray, LatentSample, Sample
 
 torch = pytest.importorskip("torch")
 interpreter = pytest.importorskip("triton.runtime.interpreter")
@@ -316,7 +317,7 @@ MISTAKES = {
     "--q-lens 1 --kv-lens 2 --heads a": "expected heads such as 32/8, got 'a'",
     "--q-lens 1 --kv-lens 2 --sequence 1": "expected --sequence from 0 to 0, got 1",
     "--q-lens 1 --kv-lens 2 --topk 3": "expected no --topk of ragged_paged_attention, got one",
-    "--q-lens 1 --kv-lens 2 --operation mla_decode --window 3": "expected no --window of mla_decode, got one",
+    "--q-lens 1 --kv-lens 2 --operation mla_decode --window 3": "expected no --sliding-window of mla_decode, got one",
     "--q-lens 1 --kv-lens 2 --operation mla_decode --kv-format mxfp4": "expected no --kv-format of mla_decode, got one",
     "--q-lens 1 --kv-lens 2 --mask chunk": "expected a mask of the form chunk=SIZE or block=SIZE or sides=LEFT,RIGHT",
     "--q-lens 1 --kv-lens 2 --mask sides=3": "span=BEGIN,END, got 'sides=3'",

@@ -31,12 +31,12 @@ from benchmarks.device.plan import BENCH, BENCH_ALONE, QUICK
 from benchmarks.device.record import DONE, FAILED, LATE, PASSED, Record, read
 from ragged_attention import dispatch
 from ragged_attention.calls import CALLS
+from ragged_attention.tools.gpus import NEVER
 from ragged_attention.tools.samples import device_of
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- devices: written by `python -m benchmarks.device.publish` -->\n", "<!-- end of devices -->\n"
 NOTHING = "**Nothing has been run on GPU or TPU hardware yet.**"
-NEVER = "not yet verified on hardware"
 # Backend -> the kinds of devices it runs on, each with the beginning of the devices' names.
 KINDS = {
     "triton": {"NVIDIA": "NVIDIA", "AMD": "AMD"},

@@ -22,9 +22,9 @@ from ragged_attention.calls import CACHE_FORMATS, CALLS, Call
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
 from ragged_attention.explain import Answer, answers
 from ragged_attention.tools.arguments import Parser, at_least, dtype, heads, nearest
+from ragged_attention.tools.gpus import GPUS, verification_of
 from ragged_attention.tools.samples import (
     FRAMEWORKS,
-    GPUS,
     KINDS,
     KV_FORMATS,
     LatentSample,
@@ -168,7 +168,13 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     add("--kv-format", metavar="NAME", help=f"a format whose rows have scales: {', '.join(KV_FORMATS)} (default: none)")
     add("--head-dim", type=at_least(1), metavar="N", help=f"default: {paged.head_dim}")
     add("--split-pages", action="store_true", default=None, help="k_pages and v_pages are two arrays")
-    add("--sliding-window", type=int, metavar="N", help="the number of keys that a query sees at most (default: all)")
+    add(
+        "--sliding-window",
+        "--window",
+        type=int,
+        metavar="N",
+        help="the number of keys that a query sees at most (default: all)",
+    )
     add("--soft-cap", type=float, metavar="X", help="the soft cap of logits (default: none)")
     add("--return-lse", action="store_true", default=None, help="the call also returns lse")
     add = parser.add_argument_group("for latent attention").add_argument
@@ -236,6 +242,8 @@ def _explain(parsed: argparse.Namespace) -> int:
     console.print(f"runs with {escape(str(choice.tile))}", highlight=False, soft_wrap=True)
     if (request := config.requested(parsed.operation, parsed.backend)) is not None:
         console.print(f"asked for: {escape(', '.join(request))}", highlight=False)
+    if is_elsewhere(parsed.device):
+        console.print(verification_of(device), highlight=False, soft_wrap=True)
     return 0
 
 

@@ -13,27 +13,14 @@ import types
 from typing import Any, TypeGuard
 
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
-from ragged_attention.calls.base import SHARED_MEMORY, shared_memory_of
+from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.calls.cache_formats import SCALED_FORMATS, KvFormat, element_of
 from ragged_attention.calls.fields import ArrayKind
 from ragged_attention.calls.indexer import SCALE_BYTES
 from ragged_attention.errors import InvalidInput
+from ragged_attention.tools.gpus import ARCHITECTURES, GPUS, multiprocessors_of, unknown_device, why_too_old
 
 FRAMEWORKS = ("torch", "jax")
-# Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
-# GPUs that commands take by name: the architecture, and the name that frameworks have for the device.
-GPUS = {
-    "a100": ("sm_80", "NVIDIA A100"),
-    "rtx3090": ("sm_86", "NVIDIA GeForce RTX 3090"),
-    "h100": ("sm_90", "NVIDIA H100"),
-    "h200": ("sm_90", "NVIDIA H200"),
-    "b200": ("sm_100", "NVIDIA B200"),
-    "rtxpro6000": ("sm_120", "NVIDIA RTX PRO 6000"),
-    "mi300x": ("gfx942", "AMD Instinct MI300X"),
-    "mi355x": ("gfx950", "AMD Instinct MI355X"),
-}
-ARCHITECTURES = tuple(dict.fromkeys((*MULTIPROCESSORS, *SHARED_MEMORY)))  # other GPUs, which commands take by these
 # The formats of rows with scales by name; of those that share a name, the first.
 KV_FORMATS = {name: next(forms) for name, forms in itertools.groupby(SCALED_FORMATS, key=lambda form: form.name)}
 TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # the arguments that define each sequence's keys
@@ -489,10 +476,10 @@ def device_of(framework: str, name: str | None = None) -> Device:
     if framework not in FRAMEWORKS:
         raise InvalidInput(f"expected framework to be one of {', '.join(FRAMEWORKS)}, got {framework!r}")
     if is_elsewhere(name) and name.lower() != "tpu":
-        arch, full_name = GPUS.get(name.lower(), (name.lower(), ""))
+        arch, full_name, count = GPUS.get(name.lower(), (name.lower(), "", 0))
         return Device(
             framework=framework, platform="cuda" if arch.startswith("sm_") else "rocm", name=full_name, arch=arch,
-            num_multiprocessors=MULTIPROCESSORS.get(arch, 1), shared_memory=shared_memory_of(arch),
+            num_multiprocessors=count or multiprocessors_of(arch), shared_memory=shared_memory_of(arch),
         )  # fmt: skip
     if is_elsewhere(name):
         facts: dict[str, Any] = {}  # no kernel that is called from torch asks for them
@@ -509,14 +496,13 @@ def is_elsewhere(name: str | None) -> TypeGuard[str]:
 
 def _device_here(framework: str, name: str | None) -> Device:
     """The facts of a device of this machine."""
-    elsewhere = f"one that need not be here: {', '.join((*GPUS, *ARCHITECTURES, 'tpu'))}"
+    if (reason := why_too_old(name)) is not None:
+        raise InvalidInput(reason)
     launcher = importlib.import_module(f"ragged_attention.{framework}._launcher")
     if framework == "jax":
         here = importlib.import_module("ragged_attention.jax._lower").default_platform()
         if name not in (None, here):
-            raise InvalidInput(
-                f"expected device to be {here}, jax's device of this machine, or {elsewhere}, got {name!r}"
-            )
+            raise InvalidInput(unknown_device(f"{here}, jax's device of this machine, or", repr(name)))
         return launcher.device_facts(here)
     torch = importlib.import_module("torch")
     try:
@@ -525,6 +511,4 @@ def _device_here(framework: str, name: str | None) -> Device:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
         why = "" if re.search("device string", reason) else f" ({reason})"  # a word that is no device at all
-        raise InvalidInput(
-            f"expected device to be a torch device of this machine or {elsewhere}, got {name!r}{why}"
-        ) from None
+        raise InvalidInput(unknown_device("a torch device of this machine or", f"{name!r}{why}")) from None

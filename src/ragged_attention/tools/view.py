@@ -27,7 +27,8 @@ from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.explain import VIEWED
 from ragged_attention.tools import drawing
 from ragged_attention.tools.arguments import Parser, at_least, dtype, heads
-from ragged_attention.tools.samples import FRAMEWORKS, GPUS, KV_FORMATS, LatentSample, Sample, device_of
+from ragged_attention.tools.gpus import GPUS
+from ragged_attention.tools.samples import FRAMEWORKS, KV_FORMATS, LatentSample, Sample, device_of
 from ragged_attention.tools.schedule import Launch, Program, Turn, Visit, filled, launches_of, timeline
 
 DEFAULT_GPU = "h200"
@@ -173,7 +174,10 @@ def _parser() -> argparse.ArgumentParser:
         "--cache-dtype", type=dtype, metavar="DTYPE", help="the pages' dtype, such as fp8 or int8 (default: as --dtype)"
     )
     add("--kv-format", metavar="NAME", help=f"a format whose rows have scales: {', '.join(KV_FORMATS)} (default: none)")
-    add("--window", type=int, metavar="N", help="the number of keys that a query sees at most (default: all)")
+    add(
+        "--sliding-window", "--window", type=int, metavar="N",
+        help="the number of keys that a query sees at most (default: all)",
+    )  # fmt: skip
     add("--mask", metavar="KIND=N,...", help=f"ranges of keys: {', '.join(MASKS.values())}")
     add("--draft", type=int, metavar="WIDTH", help="columns of a draft mask, for speculative decoding over a tree")
     add = parser.add_argument_group("for latent attention (--operation mla_decode)").add_argument
@@ -238,7 +242,7 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
         raise InvalidInput(f"expected page tables of at most {MAX_ENTRIES} entries, got {size}")
     latent = parsed.operation == MlaDecode.OPERATION
     for name in (
-        ("head_dim", "cache_dtype", "kv_format", "window", "draft", "mask")
+        ("head_dim", "cache_dtype", "kv_format", "sliding_window", "draft", "mask")
         if latent
         else ("cache_format", "topk", "schedule")
     ):
@@ -254,7 +258,7 @@ def batch_of(parsed: argparse.Namespace) -> Batch:
             None if parsed.mask is None else ranges_of(parsed.mask, np.array([0, 0], np.int32), np.zeros(1, np.int32))
         )
         count = None if ranges is None else ranges.shape[1]
-        sample: Any = Sample(**shapes, sliding_window=parsed.window, max_q_len=max(q_lens), key_ranges=count)
+        sample: Any = Sample(**shapes, sliding_window=parsed.sliding_window, max_q_len=max(q_lens), key_ranges=count)
     elif len(set(q_lens)) > 1:
         raise InvalidInput(f"expected --q-lens of mla_decode to be all the same, got {min(q_lens)} and {max(q_lens)}")
     else:
