@@ -32,7 +32,17 @@ import ragged_attention as ra  # noqa: E402
 from ragged_attention.calls import CALLS  # noqa: E402
 from ragged_attention.calls.sharding import KvShard  # noqa: E402
 from ragged_attention.errors import InvalidInput  # noqa: E402
-from tests.divided import HEADS, KV_HEADS, LENS, PAGE, WIDTH, divisible_arguments, random_ranges, shards_of  # noqa: E402
+from tests.divided import (  # noqa: E402
+    HEADS,
+    KV_HEADS,
+    LENS,
+    PAGE,
+    WIDTH,
+    divisible_arguments,
+    random_ranges,
+    shards_of,
+    writing_calls,
+)
 
 # Typed as Any, because the checks call these functions in ways that their overloads do not list.
 rj: Any = importlib.import_module("ragged_attention.jax")
@@ -119,6 +129,35 @@ def check_heads() -> list[str]:
     return divided
 
 
+def check_writes_over_heads() -> list[str]:
+    """Calls that write a cache give over two devices what they give on one, whether or not the cache is divided.
+
+    The devices exchange nothing. Returns the operations that wrote a whole cache.
+    """
+    mesh, whole = mesh_of(2, "heads"), []
+    for operation, arguments, is_whole in writing_calls():
+        if operation in WITHOUT_HEADS:
+            continue
+        arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray | tuple)}
+        others = {name: value for name, value in arguments.items() if name not in arrays}
+        over, alone = rd.over_heads(getattr(rj, operation), "heads", mesh=mesh), getattr(rj, operation)
+        for backend in ("numba", "xla"):
+
+            def call(arrays: Any, over: Any = over, others: Any = others, backend: Any = backend) -> Any:
+                return over(**arrays, **others, backend=backend)
+
+            expected = jax.jit(functools.partial(alone, **others, backend=backend))(**arrays)
+            compiled = jax.jit(call).lower(arrays).compile()
+            assert not re.search("|".join(COLLECTIVES), compiled.as_text() or ""), operation
+            found = compiled(jax.tree.map(jnp.asarray, arrays))
+            close(found, expected)
+            assert jax.tree.leaves(found)[-1].sharding.is_fully_replicated == is_whole, operation
+            if "new_kv" in arrays:
+                close(call(arrays), expected)
+        whole += [operation] * is_whole
+    return sorted(set(whole))
+
+
 def check_scaled_queries() -> None:
     """8-bit queries sharded over heads work with one scale and with one scale for each head."""
     random = np.random.default_rng(2)
@@ -190,7 +229,8 @@ def check_what_heads_refuse() -> None:
     refused(f"expected num_q_heads of q {what} 6", over, rows[0], rows[1], rows[1], edges, edges)
     refused(f"expected num_kv_heads of k {what} 3", over, rows[2], rows[1], rows[1], edges, edges)
     refused(
-        "expected indexer_topk with all heads on each device, got q sharded over heads",
+        "expected indexer_topk with all heads on each device, got q sharded over heads: call it without over_heads, on "
+        "arrays that each device has whole",
         rd.over_heads(rj.indexer_topk, "heads", mesh=mesh),
     )
     refused(

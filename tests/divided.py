@@ -1,11 +1,13 @@
 """Arguments of calls that are divided among several devices, for tests in torch and in jax."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ragged_attention.calls import CALLS
-from ragged_attention.calls.sharding import KvShard
+from ragged_attention.calls.sharding import Heads, KvShard, heads_of_fields
+from ragged_attention.reference.quantize_mla_cache import quantize_mla_cache
 from ragged_attention.tools.samples import BlocksSample, LatentSample, Sample, VarlenSample, sample_of
 
 PAGE = 4
@@ -56,6 +58,48 @@ def divisible_arguments(operation: str, size: int) -> dict[str, Any]:
 def random_ranges(tokens: int, longest: int) -> Any:
     """Random `key_ranges` of `tokens` queries, with gaps, overlaps and empty ranges."""
     return np.random.default_rng(6).integers(-1, longest + 2, (tokens, 3, 2), np.int32)
+
+
+def writing_calls() -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Calls that write a cache: the operation, the arguments, and whether each rank has the whole cache.
+
+    Two ranks can divide the heads. Each call occurs with two KV heads, if it has them, and with one.
+    """
+    from tests.test_features import CALLS_WITH, SCALED_PAGES, TABLES, floats  # needs pytest
+
+    latents = quantize_mla_cache(floats(6, 4, 1, 576), "fp8_v32")
+    calls = CALLS_WITH | {
+        "ragged_paged_attention": [
+            *CALLS_WITH["ragged_paged_attention"],
+            TABLES | SCALED_PAGES | {"q": floats(5, 4, 16), "new_kv": (floats(5, 2, 16), floats(5, 2, 16))},
+        ],
+        "ragged_mla_attention": [
+            *CALLS_WITH["ragged_mla_attention"],
+            TABLES | {"q": floats(5, 4, 576), "kv_cache": latents, "new_kv": floats(5, 576), "sm_scale": 0.05},
+        ],
+    }  # fmt: skip
+    for operation, arguments in ((name, each) for name, group in calls.items() for each in group):
+        record = CALLS[operation]
+        if record.WRITES or "new_kv" in arguments:
+            alone = {name: _one_kv_head(operation, name, value) for name, value in arguments.items()}
+            cut = any(one is not arguments[name] for name, one in alone.items())
+            if cut:
+                yield operation, arguments, False
+            yield operation, alone, True
+
+
+def _one_kv_head(operation: str, name: str, value: Any) -> Any:
+    """The part of an argument that belongs to the first KV head."""
+    if isinstance(value, tuple):
+        return tuple(_one_kv_head(operation, f"{name}[]", part) for part in value)
+    heads = heads_of_fields(CALLS[operation]).get(name.removesuffix("[]"))
+    if name.endswith("_scale_pages"):
+        heads = Heads(2 - value.ndim, "K")
+    if heads is None or heads.letter != "K" or np.ndim(value) < -heads.axis:
+        return value
+    count = 2 if name == "kv_pages" else 1  # keys and values are interleaved
+    size = value.shape[heads.axis]
+    return value if size == count or value.ndim == 2 else np.take(value, np.arange(count), heads.axis)
 
 
 def _filled(name: str, array: Any, operation: str, random: np.random.Generator) -> Any:

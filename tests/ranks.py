@@ -20,18 +20,30 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 import ragged_attention as ra
 from ragged_attention.calls import CALLS
-from ragged_attention.calls.sharding import NEEDS_ALL_HEADS, KvShard, heads_of_arguments
+from ragged_attention.calls.sharding import NEEDS_ALL_HEADS, Heads, KvShard, heads_of_arguments, heads_of_fields
 from ragged_attention.errors import InvalidInput
-from tests.divided import HEADS, KV_HEADS, LENS, PAGE, TRAFFIC, WIDTH, divisible_arguments, random_ranges, shards_of
+from tests.divided import (
+    HEADS,
+    KV_HEADS,
+    LENS,
+    PAGE,
+    TRAFFIC,
+    WIDTH,
+    divisible_arguments,
+    random_ranges,
+    shards_of,
+    writing_calls,
+)
 
 # Typed as Any, because the checks call these functions in ways that their overloads do not list.
 rt: Any = importlib.import_module("ragged_attention.torch")
@@ -229,6 +241,54 @@ def check_writes_over_heads(rank: int, size: int) -> None:
     same(own_pages.to_local(), divided(pages, 2).to_local(), "pages")
 
 
+def check_whole_caches(rank: int, size: int) -> list[str]:
+    """Calls that write a cache give on DTensors what they give on one device, whether or not the cache is divided.
+
+    The ranks exchange nothing. Returns the operations that wrote a whole cache. Two ranks can run it.
+    """
+    mesh, whole = init_device_mesh("cpu", (size,)), []
+    for operation, arguments, is_whole in writing_calls():
+        record, function = CALLS[operation], getattr(rt, operation)
+
+        def place(name: str, value: Any, record: Any = record, arguments: Any = arguments) -> Any:
+            if isinstance(value, tuple):
+                return tuple(place(name, part) for part in value)
+            if not isinstance(value, np.ndarray):
+                return value
+            tensor, heads = torch.from_numpy(value.copy()), heads_of_fields(record).get(name)
+            if name.endswith("_scale_pages"):
+                heads = Heads(2 - tensor.ndim, "K")
+            rows_of_latents = name in ("kv", "new_kv") and tensor.ndim == 2
+            is_divided = heads is not None and not rows_of_latents and heads.are_divided(
+                name, tuple(tensor.shape), size, name == "kv_pages"
+            )  # fmt: skip
+            placement = Shard(tensor.ndim + heads.axis) if heads is not None and is_divided else Replicate()
+            return distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
+
+        placed = {name: place(name, value) for name, value in arguments.items()}
+        single = tree_map(lambda v: torch.from_numpy(v.copy()) if isinstance(v, np.ndarray) else v, arguments)
+        expected = function(**single)
+        outs = ({}, {"out": _memory(placed["q"], expected[0])}) if "new_kv" in arguments else ({},)
+        for out in outs:
+            given = {name: place(name, value) for name, value in arguments.items()}
+            with Watched() as watched:
+                found = function(**given, **out)
+            assert not watched.calls, (operation, watched.calls)
+            for part, value in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+                local = distribute_tensor(value, mesh, part.placements, src_data_rank=None).to_local()
+                torch.testing.assert_close(part.to_local(), local, rtol=1e-5, atol=1e-5)
+            cache = tree_leaves(found)[-1]
+            assert cache.placements[0].is_replicate() == is_whole, operation
+            assert any(cache is value for value in tree_leaves(given)), operation
+        whole += [operation] * is_whole
+    return sorted(set(whole))
+
+
+def _memory(q: Any, like: torch.Tensor) -> Any:
+    """New memory for a result with the placements of the queries."""
+    return distribute_tensor(torch.full_like(like, torch.nan), q.device_mesh, q.placements, src_data_rank=None)
+
+
 def check_what_heads_refuse(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     edges = torch.tensor([0, 5], dtype=torch.int32)
@@ -264,7 +324,8 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
     weights = distribute_tensor(torch.zeros(2, size), mesh, [Shard(1)], src_data_rank=None)
     keys = distribute_tensor(torch.zeros(8, 16), mesh, [Replicate()], src_data_rank=None)
     ends = torch.full((2,), 8, dtype=torch.int32)
-    refused("expected indexer_topk with all heads on each device, got q sharded over heads",
+    refused("expected indexer_topk with all heads on each device, got q sharded over heads: replicate its arrays, as "
+            "`tensor.redistribute` does",
             rt.indexer_topk, q, keys, weights, 3, starts=torch.zeros_like(ends), stops=ends)  # fmt: skip
 
 

@@ -41,6 +41,15 @@ def test_heads_of_every_operation() -> None:
     assert set(found["heads"]) == DIVIDED
 
 
+def test_writes_of_divided_and_of_whole_caches() -> None:
+    """Divided queries beside a whole cache, which the call writes and returns: latents, and a single KV head."""
+    found = devices("writes_over_heads")
+    assert set(found["writes_over_heads"]) == {
+        "latent_norm_rope_write", "norm_rope_write", "ragged_mla_attention", "ragged_paged_attention",
+        "write_kv_pages", "write_mla_cache",
+    }  # fmt: skip
+
+
 def test_positions() -> None:
     devices("decode", "live_sequences", "mla_decode")
 

@@ -89,6 +89,15 @@ def test_heads_of_every_operator(size: int) -> None:
     assert set(found["heads"]) == DIVIDED
 
 
+def test_writes_of_divided_and_of_whole_caches() -> None:
+    """Divided queries beside a whole cache, which the call writes: latents, and a single KV head."""
+    found = ranks(2, "whole_caches")
+    assert set(found["whole_caches"]) == {
+        "latent_norm_rope_write", "norm_rope_write", "ragged_mla_attention", "ragged_paged_attention",
+        "write_indexer_cache", "write_kv_pages", "write_mla_cache",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("size", [3, 4])
 def test_positions_over_more_ranks(size: int) -> None:
     found = ranks(size, "decode", "half", "live_sequences", "mla_decode", "varlen", "what_positions_refuse", "traffic")

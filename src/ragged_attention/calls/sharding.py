@@ -99,10 +99,14 @@ def _heads_of(name: str, kind: Kind) -> Heads | None:
     return Heads(-2, "K") if name in LATENTS and not letters else None
 
 
-def expect_each_its_own_heads(record: type[Call]) -> None:
-    """Raise `InvalidInput` for an operation that a rank cannot compute from its own heads alone."""
+def expect_each_its_own_heads(record: type[Call], advice: str) -> None:
+    """Raise `InvalidInput` for an operation that a rank cannot compute from its own heads alone.
+
+    The message ends with `advice`, the way to compute it in the caller's framework.
+    """
     if record.OPERATION in NEEDS_ALL_HEADS:
-        raise InvalidInput(f"expected {record.OPERATION} with all heads on each device, got q sharded over heads")
+        what = f"{record.OPERATION} with all heads on each device"
+        raise InvalidInput(f"expected {what}, got q sharded over heads: {advice}")
 
 
 def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, Heads] | None]:

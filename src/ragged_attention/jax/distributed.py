@@ -75,11 +75,12 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
         are divided by heads. If the arrays are already sharded in this way, devices exchange only sums over heads: the
         logits of an indexer, and the gradient of a single KV head that serves all query heads. Under
         `batch_invariant=True` the bits are those of one device; otherwise a kernel may choose other KV splits for fewer
-        heads.
+        heads. A cache with a single KV head, such as a cache of latents, is whole on each device. If the call writes
+        it (`new_kv`), each device writes all new rows to its own copy, and the returned cache is whole again.
 
     Raises (when called):
-        InvalidInput: the number of heads is not a multiple of the axis's size; the operation needs all heads, or has
-            none.
+        InvalidInput: the number of heads is not a multiple of the axis's size; the operation needs all heads
+            (`indexer_topk`, `attention_target`), or has none.
         Every error of the operation.
     """
     record = CALLS[operation.__name__]
@@ -91,7 +92,7 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
 
     @functools.wraps(operation)
     def divided(*arguments: Any, **keywords: Any) -> Any:
-        expect_each_its_own_heads(record)
+        expect_each_its_own_heads(record, "call it without over_heads, on arrays that each device has whole")
         given = signature.bind(*arguments, **keywords).arguments
         if "k_scale_pages" in signature.parameters:
             given = with_scale_pages(absent | given)
@@ -116,15 +117,20 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
             arrays = jax.tree.map(
                 lambda array, spec: jax.sharding.reshard(array, NamedSharding(current, spec)), arrays, specs
             )
-        # jax can follow neither Pallas kernels nor a kernel that returns divided queries beside a whole cache.
+        # jax can follow neither Pallas kernels nor a call that returns divided results beside a whole written cache.
         without_pallas = device_facts(default_platform()).why_unavailable("pallas") is not None
-        checks = without_pallas and not (record.WRITES and record.NUM_RESULTS)
+        checks = without_pallas and not (_writes(record, arrays) and PartitionSpec() in jax.tree.leaves(out_specs))
         return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=checks)(arrays)
 
     return divided  # type: ignore[return-value]
 
 
 SCALE_PAGES = ("k_scale_pages", "v_scale_pages")  # [P, G, K] or [P, G, K, n]
+
+
+def _writes(record: type[Call], arrays: Mapping[str, Any]) -> bool:
+    """Whether a call with these arrays writes its cache, which is then its last result."""
+    return record.WRITES or "new_kv" in arrays
 
 
 def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: AxisName) -> Any:
@@ -147,7 +153,7 @@ def _of_results(
 ) -> tuple[list[bool], Any]:
     """For each result, whether it is a sum over devices; and the partition specs of the results."""
     leaves, structure = jax.tree.flatten(whole)
-    written = (record.CACHE, *SCALE_PAGES) if record.WRITES or "new_kv" in arrays else ()
+    written = (record.CACHE, *SCALE_PAGES) if _writes(record, arrays) else ()
     pages = [leaf for name in written for leaf in jax.tree.leaves(specs.get(name))]
     attended = leaves[: len(leaves) - len(pages)]
     sources = heads_of_results(record, [len(leaf.shape) for leaf in attended])

@@ -118,7 +118,7 @@ def _divide(record: type[Call], heads: Mapping[str, Heads], values: Mapping[str,
         if name in heads and placement.is_shard(value.ndim + heads[name].axis)
     }
     if dims:
-        expect_each_its_own_heads(record)
+        expect_each_its_own_heads(record, "replicate its arrays, as `tensor.redistribute` does")
     return _Division(mesh, frozenset(dims))
 
 
