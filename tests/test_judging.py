@@ -1,5 +1,6 @@
 """`judge` passes correct functions and commands, and reports a batch that exposes the fault of a wrong one."""
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -114,6 +115,16 @@ def test_a_named_batch_shows_sums_that_are_not_rescaled(dtype: str, block: int) 
     assert [verdict.result for verdict in right.verdicts].count("passed") == 1
     (failure,) = judge(blockwise(block, rescaled=False), **limits).failures
     assert failure.causes[0] == RESCALE
+
+
+def test_a_report_warns_if_no_named_batch_was_tested() -> None:
+    """The warning names the kind of checks and the most common reason, and is no failure."""
+    report = judge_decode(decode, page_sizes=[48], only="attention, ")
+    named = "WARNING: no named batch was tested: all [0-9]+ checks were declined, most often with this reason: expected"
+    assert re.search(named, str(report))
+    assert not report.failures
+    tested = str(judge_decode(decode, only="corner: attention, decode"))
+    assert "WARNING" not in tested
 
 
 def test_a_drawn_failure_prints_its_structure() -> None:

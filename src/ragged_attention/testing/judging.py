@@ -29,7 +29,7 @@ from ragged_attention.testing.functions import Command, FunctionRunner, position
 from ragged_attention.testing.guarding import guarded
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.paged.specs import Arrays
-from ragged_attention.testing.reporting import grouped
+from ragged_attention.testing.reporting import grouped, untested
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner
 from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict, verdict_of
@@ -253,6 +253,7 @@ class Report:
             results = collections.Counter(each.result for each in same)
             row = ", ".join(f"{count} {result}" for result, count in results.items())
             lines.append(f"  {kind:10} {row}; {taken} batches in {seconds:.1f} s")
+        lines += untested(self.verdicts)
         reasons = collections.Counter(each.message for each in self.verdicts if each.result == "declined")
         lines += [f"  declined, {count} checks: {reason}" for reason, count in reasons.most_common()]
         lines += [f"  left out, {what}: {reason}" for what, reason in self.left_out.items()]

@@ -19,6 +19,7 @@ from ragged_attention.testing.runner import first_refusal
 from ragged_attention.testing.verdicts import Verdict
 
 UNKNOWN = "no likely cause was found"
+KINDS = {"corner": "named batch", "agreement": "drawn batch", "law": "law"}  # what each kind of check tests
 
 
 def print_report(console: Console, runner: Any, lines: Sequence[Verdict], options: argparse.Namespace) -> None:
@@ -96,6 +97,8 @@ def print_table(console: Console, title: str, lines: Sequence[Verdict]) -> None:
     if reasons := commonest(lines):
         declined = sum(line.declined for line in lines)
         _say(console, f"{declined} batches were declined; the commonest reasons are: {'; '.join(reasons)}")
+    for warning in untested(lines):
+        _say(console, warning, style="bold yellow")
     counts = {result: sum(line.result == result for line in lines) for result in colours}
     console.print(", ".join(f"{count} {result}" for result, count in counts.items()), highlight=False)
 
@@ -106,6 +109,20 @@ def commonest(lines: Sequence[Verdict], most: int = 5) -> list[str]:
     for line in lines:
         counts.update(dict(line.refusals))
     return [f"{text} ({count})" for text, count in counts.most_common(most)]
+
+
+def untested(lines: Sequence[Verdict]) -> list[str]:
+    """A warning for each kind of check of which all were declined, with their most common reason."""
+    warnings = []
+    for kind, what in KINDS.items():
+        same = [line for line in lines if line.check.startswith(f"{kind}: ")]
+        if same and all(line.result == "declined" for line in same):
+            ((reason, _),) = collections.Counter(first_refusal(line.message) for line in same).most_common(1)
+            checks, often = f"all {len(same)} checks were", ", most often with this reason"
+            if len(same) == 1:
+                checks, often = "the only check was", ""
+            warnings.append(f"WARNING: no {what} was tested: {checks} declined{often}: {reason}")
+    return warnings
 
 
 def folded(lines: Sequence[Verdict]) -> list[Verdict]:
