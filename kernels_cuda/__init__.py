@@ -31,6 +31,11 @@ def report() -> list[tuple[str, str]]:
     return importlib.import_module("ragged_attention.kernels_cuda._report").rows()
 
 
+def missing() -> str | None:
+    """What the kernels lack on this machine, in one sentence, or None. A GPU is not among it."""
+    return importlib.import_module(_NATIVE).why_not()
+
+
 def build(
     progress: Callable[[int, int, str], None] | None = None, copy_to: Path | None = None
 ) -> list[tuple[str, str]]:

@@ -17,24 +17,26 @@ def rows() -> list[tuple[str, str]]:
 
 
 def tools() -> str:
-    """The release and path of nvcc, and a sentence about anything else that is missing to compile."""
-    compiler, missing = toolchain.nvcc(), toolchain.missing_to_compile()
+    """The release and path of nvcc."""
+    compiler = toolchain.nvcc()
     if compiler is None:
-        return missing or f"{toolchain.nvcc_path()} does not run"
-    return f"{compiler.release} in {compiler.path}{f'; {missing}' if missing else ''}"
+        return f"{toolchain.nvcc_path()} does not run" if toolchain.nvcc_path() else "not found"
+    return f"{compiler.release} in {compiler.path}"
 
 
 def cutlass() -> str:
     """The release and folder of the CUTLASS headers."""
     include = toolchain.cutlass()
-    return f"{toolchain.cutlass_release(include)} in {include}" if include else toolchain.NO_CUTLASS
+    return f"{toolchain.cutlass_release(include)} in {include}" if include else "not found"
 
 
 def kernels() -> str:
     """Whether the kernels are built, and what they report about the first device."""
     path = compile.built()
     if path is None:
-        return _native.why_not() or "not built: the first call does it, or `ragged-attention build-cuda`"
+        if _native.why_not() is not None:  # the table of backends says why
+            return "not built"
+        return "not built: the first call does it, or `ragged-attention build-cuda`"
     try:
         status = _native.status()
     except BackendMissing as error:

@@ -30,7 +30,7 @@ from ragged_attention.calls import CACHE_FORMATS
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, how_to_install
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
-from ragged_attention.tools import cli
+from ragged_attention.tools import cli, doctor
 from tests.apart import apart, loaded
 
 ROOT = Path(__file__).parent.parent
@@ -200,7 +200,10 @@ def test_an_nvcc_that_does_not_run(small):
 def test_what_is_missing_is_said_in_a_sentence(afresh, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert _native.why_not() == toolchain.NO_NVCC
-    assert _report.tools() == _report.kernels() == toolchain.NO_NVCC
+    assert dict(kernels_cuda.report()) | {"CUTLASS": ""} == {
+        "CUDA toolchain": "not found", "CUTLASS": "", "CUDA kernels": "not built"
+    }  # fmt: skip
+    assert kernels_cuda.missing() == toolchain.NO_NVCC
     with pytest.raises(BackendMissing, match=r"no nvcc in CUDACXX, CUDA_HOME, .*, or run pip install"):
         _native.library()
     monkeypatch.setenv("CUDACXX", "nvcc-13")
@@ -211,8 +214,13 @@ def test_missing_parts_beside_nvcc(small, monkeypatch):
     assert _native.why_not() is None
     monkeypatch.setattr(toolchain, "cutlass", lambda: None)
     assert _native.why_not() == f"no CUTLASS headers: {how_to_install('cuda')}, or install nvidia-cutlass"
-    assert _report.cutlass() == _native.why_not()
-    assert _report.tools() == f"release 99.0, V99.0.1 in {small}/bin/nvcc; {_native.why_not()}"
+    assert dict(kernels_cuda.report()) == {
+        "CUDA toolchain": f"release 99.0, V99.0.1 in {small}/bin/nvcc",
+        "CUTLASS": "not found",
+        "CUDA kernels": "not built",
+    }
+    states = {backend: state for backend, _, state in doctor.backends()}
+    assert states["cuda"] == f"absent: {_native.why_not()}"
     monkeypatch.setattr(toolchain, "gxx", lambda: None)
     assert _native.why_not() == toolchain.missing_to_emulate() == "no g++ on PATH"
     with pytest.raises(BackendMissing, match=r"no g\+\+ on PATH"):
@@ -547,7 +555,8 @@ def test_no_home_is_no_place_to_keep_a_library(small, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", home)
     monkeypatch.setattr(Path, "expanduser", lambda path: home())
-    assert _native.why_not() == compile.NO_CACHE == _report.kernels()
+    assert _native.why_not() == compile.NO_CACHE == kernels_cuda.missing()
+    assert _report.kernels() == "not built"
     assert compile.built() is None
     for load in (_native.library, _native.emulation):
         with pytest.raises(BackendMissing, match="no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"):

@@ -2,10 +2,10 @@
 
 The module `<package of Y>.X` implements operation X on backend Y and has the interface `protocols.Implementation`.
 Modules are found by this name, without registration, and a backend is imported when a call first asks for it. A
-backend's package may offer three functions: `state()` returns the values other than the call on which its answers
-depend, `report()` returns rows for `doctor`, and `why_not(call)` answers for modules that have none. Other
-distributions announce their backends in the entry-point group `ragged_attention.backends`, which maps a backend's name
-to its package.
+backend's package may offer four functions: `state()` returns the values other than the call on which its answers
+depend, `report()` returns rows for `doctor`, `missing()` returns what the backend lacks on this machine or None, and
+`why_not(call)` answers for modules that have none. Other distributions announce their backends in the entry-point group
+`ragged_attention.backends`, which maps a backend's name to its package.
 """
 
 import contextlib

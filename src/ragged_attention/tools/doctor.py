@@ -151,8 +151,14 @@ def _offer(offered: list[str], lacking: list[str]) -> str:
     return f"all but {', '.join(lacking)}" if lacking else "all operations"
 
 
+def lacking_of(backend: str) -> str | None:
+    """What a backend lacks on this machine, from the `missing` hook of its package, or None."""
+    package: Any = importlib.import_module(dispatch.package_of(backend) or "")
+    return package.missing() if callable(getattr(package, "missing", None)) else None
+
+
 def backends() -> Iterator[tuple[str, str, str]]:
-    """Each backend, the operations it offers, and whether they can be imported."""
+    """Each backend, the operations it offers, and whether they can be imported and have what they need."""
     for backend in dispatch.backends():
         offered, absent, faults = [], [], []
         for operation in CALLS:
@@ -163,7 +169,9 @@ def backends() -> Iterator[tuple[str, str, str]]:
                 absent.append(str(missing).replace(operation, "any operation"))
             except Exception as error:
                 faults.append(f"{operation}: {one_line(error)}")
-        state = "; ".join(faults) or ("present" if offered else f"absent: {', '.join(dict.fromkeys(absent))}")
+        if offered and not faults:
+            absent = [reason] if (reason := lacking_of(backend)) else []
+        state = "; ".join(faults) or (f"absent: {', '.join(dict.fromkeys(absent))}" if absent else "present")
         yield backend, _offer(offered, [operation for operation in CALLS if operation not in offered]), state
     for name in dispatch.shadowed():
         yield name, "", dispatch.why_shadowed(name)
