@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import operator
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,6 +74,16 @@ def of_other_kinds(value: Any, foreign: Callable[[Any], Any]) -> dict[str, Any]:
     if isinstance(value, tuple):
         return {"lists": tuple(item.tolist() for item in value), "foreign": tuple(map(foreign, value)), "text": "x"}
     return {"list": value.tolist(), "foreign": foreign(value), "text": "x"}
+
+
+@pytest.mark.parametrize("front", [torch_front, jax_front])
+@pytest.mark.parametrize("operation", CALLS)
+def test_an_unknown_argument_is_refused_by_the_functions_own_name(operation: str, front: Any) -> None:
+    function = getattr(front, operation)
+    assert function.__qualname__ == operation
+    with pytest.raises(TypeError, match=rf"^{operation}\(\) got an unexpected keyword argument 'draft_masks'$"):
+        function(draft_masks=None)
+    assert pickle.loads(pickle.dumps(function)).__name__ == operation
 
 
 @pytest.mark.parametrize("front", [rt, rj])

@@ -39,6 +39,12 @@ class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
 class FrontEnd(abc.ABC, Generic[Array, Memory]):
     """Runs calls on the arrays of a framework. A mapping holds the arguments except `backend`, `options` and `out`."""
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        """Name the public functions as users import them: Python's messages give a function's qualified name."""
+        super().__init_subclass__(**keywords)
+        for name in CALLS.keys() & vars(cls).keys():
+            vars(cls)[name].__qualname__ = name
+
     @abc.abstractmethod
     def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The record's arguments, converted from the public function's."""
