@@ -3,10 +3,11 @@
 Run it as a script. `python -m tests.sharded xla` prints whether the results have the same bits, and their largest
 difference. With a mode of the TPU interpreter instead of `xla`, it runs the Pallas kernel; the interpreter needs a
 thread for each device at once. `python -m tests.sharded explicit` calls attention on a mesh of explicit axes and prints
-the error messages and the largest difference.
+the error messages of each backend and the largest difference.
 """
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -24,6 +25,7 @@ import numpy as np  # noqa: E402
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 
 import ragged_attention.jax as ra  # noqa: E402
+from ragged_attention import explain  # noqa: E402
 from ragged_attention.errors import Unsupported  # noqa: E402
 from ragged_attention.testing import Spec, jax_front, tpu_interpreter  # noqa: E402
 
@@ -45,20 +47,24 @@ def explicit() -> None:
     heads, mesh = PartitionSpec(None, "heads"), jax.make_mesh((8,), ("heads",), axis_types=(AxisType.Explicit,))
     specs = heads, PartitionSpec(None, None, "heads"), *[PartitionSpec()] * 3
 
-    def attention(*arrays: Any) -> Any:
-        return ra.ragged_paged_attention(*arrays, return_lse=True, backend="xla")
+    def attention(*arrays: Any, backend: str | None = "xla") -> Any:
+        return ra.ragged_paged_attention(*arrays, return_lse=True, backend=backend)
 
     whole = inputs()
     parts = [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in zip(whole, specs, strict=True)]
     expected = attention(*whole)
-    messages, differences = [], []
-    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
-        with context:
-            for function in (attention, jax.jit(attention)):
-                try:
-                    function(*parts)
-                except Unsupported as error:
-                    messages.append(str(error))
+    messages: dict[str, list[str]] = {}
+    differences = []
+    for backend in (None, "xla", "numba", "triton", "reference"):
+        requested = functools.partial(attention, backend=backend)
+        for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+            with context:
+                for function in (requested, jax.jit(requested)):
+                    try:
+                        function(*parts)
+                    except Unsupported as error:
+                        messages.setdefault(backend or "numba", []).append(str(error))
+    explained = str(explain("ragged_paged_attention", *parts))
     with jax.set_mesh(mesh):
         within = jax.sharding.auto_axes(attention, out_sharding=(heads, heads))
         mapped = jax.shard_map(attention, in_specs=specs, out_specs=(heads, heads), check_vma=False)
@@ -67,7 +73,12 @@ def explicit() -> None:
             differences += [float(np.nanmax(np.abs(np.subtract(*pair)[np.isfinite(pair[1])]))) for pair in pairs]
         replicated = [jax.device_put(array, NamedSharding(mesh, PartitionSpec())) for array in whole]
         np.testing.assert_array_equal(jax.jit(attention)(*replicated)[0], expected[0])
-    sys.stdout.write(json.dumps({"said": messages, "difference": max(differences)}) + "\n")
+    for context in (contextlib.nullcontext(), jax.set_mesh(mesh)):
+        with context:  # the default backend takes a replicated array on any mesh
+            found = jax.jit(functools.partial(attention, backend=None))(*replicated)
+            np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    result = {"said": messages, "explained": explained, "difference": max(differences)}
+    sys.stdout.write(json.dumps(result) + "\n")
 
 
 def main(how: str) -> None:

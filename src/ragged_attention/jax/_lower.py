@@ -1,6 +1,7 @@
 """Turns calls on jax arrays into jax operations. A backend is selected for each platform when a call is lowered."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Never
@@ -12,10 +13,10 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ragged_attention import config, dispatch
-from ragged_attention.calls import CALLS, Call, DecodeSchedule, WritingCall, is_array
+from ragged_attention.calls import CALLS, Call, DecodeSchedule, Device, WritingCall, is_array
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
 from ragged_attention.jax._launcher import PLATFORMS, Launcher, Statics, device_facts, join, split
-from ragged_attention.jax_shared.axes import as_varied_as, varied_axes, varying
+from ragged_attention.jax_shared.axes import as_varied_as, dividing_axes, refusal_of_axes, varied_axes, varying
 from ragged_attention.operations import Operations
 
 PORTABLE = ("xla", "reference")  # backends that lower to the same operations on every platform
@@ -111,6 +112,11 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
 
     def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
         return record(**prepared, device=device_facts(default_platform()))
+
+    def call_of(self, operation: str, arguments: Mapping[str, Any]) -> Call:
+        call = super().call_of(operation, arguments)
+        device = _device_for(default_platform(), call.arguments())
+        return call if device == call.device else dataclasses.replace(call, device=device)
 
     def run_prepared(
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any, out: None = None
@@ -258,6 +264,22 @@ def _run(
     return compute(arrays)
 
 
+def _device_for(platform: str, arguments: Mapping[str, Any]) -> Device:
+    """The facts about a platform for a call with these arguments.
+
+    No backend takes an array that Explicit axes of a mesh divide. XLA would gather it on each device without a word,
+    and the results would be whole.
+    """
+    device = device_facts(platform)
+    for name, value in arguments.items():
+        for array in jax.tree.leaves(value):
+            if isinstance(array, jax.Array) and (axes := dividing_axes(array)):
+                reason = refusal_of_axes(name, axes)
+                refusals = tuple((backend, reason) for backend in dispatch.PACKAGES)
+                return dataclasses.replace(device, unavailable=(*refusals, *device.unavailable))
+    return device
+
+
 def _on_the_platform(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, traced: bool
 ) -> tuple[jax.Array, ...]:
@@ -265,7 +287,7 @@ def _on_the_platform(
 
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
         """The selected backend for this call on a platform, and a function of the arrays that runs it."""
-        device = device_facts(platform)
+        device = _device_for(platform, join(record, arrays, statics))
 
         def build(values: dict[int, Any]) -> Call:
             return record(**join(record, values, statics), device=device)

@@ -1,10 +1,28 @@
-"""The mesh axes over which arrays vary within `jax.shard_map`, if jax keeps track of them (`check_vma`)."""
+"""The mesh axes of arrays: those that divide an array's type, and those over which it varies within `jax.shard_map`.
+
+jax keeps track of varying axes under `check_vma` only.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax import lax
+
+
+def dividing_axes(array: jax.Array) -> tuple[str, ...]:
+    """The Explicit mesh axes that divide an array. They are part of its type."""
+    sharding = jax.typeof(array).sharding
+    parts = (part if isinstance(part, tuple) else (part,) for part in sharding.spec)
+    return tuple(str(axis) for part in parts for axis in part if axis in sharding.mesh.explicit_axes)
+
+
+def refusal_of_axes(name: str, axes: tuple[str, ...]) -> str:
+    """The reason to refuse an argument on a mesh with these Explicit axes."""
+    return (
+        f"expected {name} on a mesh whose axes are Auto or Manual, got Explicit {', '.join(axes)}: "
+        "call it by over_heads, or within jax.sharding.auto_axes or jax.shard_map"
+    )
 
 
 def varied_axes(arrays: Any) -> frozenset[Any]:

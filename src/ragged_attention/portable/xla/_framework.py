@@ -3,6 +3,7 @@
 import jax
 
 from ragged_attention.calls import Call
+from ragged_attention.jax_shared.axes import refusal_of_axes
 
 
 def why_not(call: Call) -> str | None:
@@ -11,10 +12,7 @@ def why_not(call: Call) -> str | None:
     for name, value in call.arguments().items():
         for array in jax.tree.leaves(value):
             if isinstance(array, jax.Array) and (axes := _explicit_axes(array)):
-                return (
-                    f"expected {name} on a mesh whose axes are Auto or Manual, got Explicit {', '.join(axes)}: "
-                    "call it within jax.sharding.auto_axes or jax.shard_map"
-                )
+                return refusal_of_axes(name, axes)
     return None
 
 
