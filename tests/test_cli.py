@@ -149,7 +149,10 @@ def test_explain_says_so_when_nobody_takes_the_call(run_cli):
     [
         (["attention"], f"expected operation to be one of {', '.join(CALLS)}, got 'attention'"),
         ([ATTENTION, "--backend", "tritom"], "expected backend to be one of auto, triton, .*, got 'tritom'"),
-        ([ATTENTION, "--heads", "30/8"], "expected num_q_heads to be a multiple of num_kv_heads=8, got 30"),
+        (
+            [ATTENTION, "--heads", "30/8"],
+            "expected q.shape.1. to be a multiple of num_kv_heads = kv_pages.shape.2. / 2 = 8, got 30",
+        ),
         ([ATTENTION, "--heads", "many"], "argument --heads: expected heads such as 32/8, got 'many'"),
         ([ATTENTION, "--heads", "0"], "expected heads such as 32/8, got '0'"),
         ([ATTENTION, "--heads", "8/0"], "expected heads such as 32/8, got '8/0'"),

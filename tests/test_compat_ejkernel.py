@@ -194,7 +194,11 @@ NAMES = ("queries", "kv_pages", "context_lens", "block_tables", "query_start_loc
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"queries": jnp.ones((4, 3, 16))}, InvalidInput, "num_q_heads to be a multiple of num_kv_heads=2, got 3"),
+        (
+            {"queries": jnp.ones((4, 3, 16))},
+            InvalidInput,
+            "expected queries.shape[1] to be a multiple of num_kv_heads = ",
+        ),
         ({"queries": jnp.ones((4, 16))}, InvalidInput, "expected queries.shape to be [T, H, D], got [4"),
         ({"queries": [1.0]}, TypeError, "expected queries to be an array, got list"),
         ({"kv_pages": jnp.ones((4, 4, 3, 16))}, InvalidInput, "expected kv_pages.shape[2] to be 2 * num_kv_heads"),

@@ -387,7 +387,7 @@ STATIC: list[tuple[dict[str, Any], type[Exception], str, bool]] = [
     ({"kv_lens": jnp.ones(2)}, InvalidInput, "expected kv_lens.dtype to be int32, got float32", True),
     ({"page_indices": jnp.ones((2, 2), "int16")}, InvalidInput, "page_indices.dtype to be int32, got int16", True),
     ({"cu_q_lens": jnp.ones(3, "uint32")}, InvalidInput, "cu_q_lens.dtype to be int32, got uint32", True),
-    ({"q": jnp.ones((4, 3, 16))}, InvalidInput, "num_q_heads to be a multiple of num_kv_heads=2, got 3", True),
+    ({"q": jnp.ones((4, 3, 16))}, InvalidInput, "num_kv_heads = kv_pages.shape[2] / 2 = 2, got 3", True),
     ({"sliding_window": 0}, InvalidInput, "sliding_window must be positive: expected sliding_window >= 1, got 0", True),
     ({"sliding_window": -1}, InvalidInput, "sliding_window must be positive", True),
     ({"soft_cap": 0.0}, InvalidInput, "soft_cap must not be 0.0: expected None or another number, got 0.0", True),

@@ -706,7 +706,16 @@ STATIC = [
     attention(InvalidInput, "expected kv_pages.shape to be [P, G, 2K, D], got [6, 4, 16]",
               kv_pages=ones(6, 4, 16)),
     attention(InvalidInput, "expected page_size >= 1, got 0", kv_pages=ones(6, 0, 4, 16)),
-    attention(InvalidInput, "expected num_q_heads to be a multiple of num_kv_heads=2, got 3", q=ones(4, 3, 16)),
+    attention(InvalidInput, "expected q.shape[1] to be a multiple of num_kv_heads = kv_pages.shape[2] / 2 = 2, got 3",
+              q=ones(4, 3, 16)),
+    attention(InvalidInput, "expected q.shape[1] to be a multiple of num_kv_heads = k_pages.shape[2] = 16, got 7: are "
+              "the pages laid out heads first, [P, K, G, D]? expected [P, G, K, D]",
+              q=ones(4, 7, 16), kv_pages=(ones(6, 7, 16, 16), ones(6, 7, 16, 16))),
+    attention(InvalidInput, "expected q.shape[1] to be a multiple of num_kv_heads = kv_pages.shape[2] / 2 = 8, got 7: "
+              "are the pages laid out heads first, [P, 2K, G, D]? expected [P, G, 2K, D]",
+              q=ones(4, 7, 16), kv_pages=ones(6, 14, 16, 16)),
+    attention(InvalidInput, "expected q.shape[1] to be a multiple of num_kv_heads = k_pages.shape[2] = 16, got 0",
+              q=ones(4, 0, 16), kv_pages=(ones(6, 7, 16, 16), ones(6, 7, 16, 16))),
     attention(InvalidInput, "expected kv_lens.shape to be [S], got [2, 1]", kv_lens=ints([1], [2])),
     attention(InvalidInput, "expected page_indices.shape to be [S, M] = [2, M], got [3, 2]",
               page_indices=ints([0, 1], [2, 3], [4, 5])),

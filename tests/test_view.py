@@ -329,7 +329,7 @@ MISTAKES = {
     "--q-lens 1 --kv-lens 2 --device tpu": "expected device to be a GPU of NVIDIA or AMD, or cpu, got 'tpu'",
     "--q-lens 1 --kv-lens 2 --device sm_75": "triton: expected sm_80 or newer, got sm_75",
     "--q-lens 1 --kv-lens 2 --device here": "expected device to be",
-    "--q-lens 1 --kv-lens 2 --heads 7/2": "expected num_q_heads to be a multiple of num_kv_heads=2, got 7",
+    "--q-lens 1 --kv-lens 2 --heads 7/2": "to be a multiple of num_kv_heads = kv_pages.shape[2] / 2 = 2, got 7",
     "--q-lens 0x1 --kv-lens 1": "expected lengths such as 1,1,512 or 63x1,512, got '0x1'",
     "--q-lens 9x1 --kv-lens 9x900000000": "expected page tables of at most 67108864 entries, got 506250000",
     "--q-lens 1 --kv-lens 2 --dtype float99": "argument --dtype: expected a dtype, one of bfloat16 (bf16), float16",

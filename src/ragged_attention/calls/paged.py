@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ragged_attention.calls.base import Call, GroupedCall, Result, WritingCall, expect_groups, record
+from ragged_attention.calls.base import Call, GroupedCall, Result, WritingCall, record
 from ragged_attention.calls.cache_formats import (
     SCALE_PAGES_DTYPES,
     UNSCALED_FORMATS,
@@ -568,7 +568,22 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
         self._expect_one_mask()
         self._expect_lists_of_blocks()
         self._expect_cache("q", self.q)
-        expect_groups(self.num_q_heads, self.num_kv_heads)
+        self._expect_groups()
+
+    def _expect_groups(self) -> None:
+        """Check that every KV head serves the same number of query heads. Pages with heads first fail this check."""
+        num_q_heads, num_kv_heads, parts = self.q.shape[1], self.num_kv_heads, 2 if self.combined else 1
+        if num_q_heads >= 1 and num_q_heads % num_kv_heads == 0:
+            return
+        axis = "kv_pages.shape[2] / 2" if self.combined else "k_pages.shape[2]"
+        heads, rest = divmod(self.k_pages_like.shape[1], parts)
+        is_heads_first = num_q_heads >= 1 and heads > 0 and rest == 0 and num_q_heads % heads == 0
+        letter = "2K" if self.combined else "K"
+        advice = f": are the pages laid out heads first, [P, {letter}, G, D]? expected [P, G, {letter}, D]"
+        raise InvalidInput(
+            f"expected q.shape[1] to be a multiple of num_kv_heads = {axis} = {num_kv_heads}, got {num_q_heads}"
+            f"{advice if is_heads_first else ''}"
+        )
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
