@@ -112,6 +112,10 @@ def positions(table: Any, kv_len: int, pages: Any, fault: str) -> Any:
     listed = np.array(table[: -(-kv_len // size)], np.int64)
     if fault == "stale page" and len(listed) > 1:
         listed[-1] = listed[-2]
+    if fault == "table one late":
+        listed = np.append(table[1:], -1)[: len(listed)].astype(np.int64)
+    if fault == "table one early":
+        listed = np.insert(table, 0, table[0])[: len(listed)].astype(np.int64) if len(listed) else listed
     valid = np.repeat((listed >= 0) & (listed < len(pages)), size)[:kv_len]
     if fault == "page once":
         first = np.array([page not in listed[:index] for index, page in enumerate(listed)], bool)

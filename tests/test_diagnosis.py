@@ -230,6 +230,8 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
     "dropped tail of a page": (PAGED, {}, "the last keys are dropped, after a multiple of"),
     "one past": ((*PAGED, "packed"), {}, "one slot past the length is read as a key"),
     "stale page": (PAGED, {}, "the last page of a sequence is a stale one"),
+    "table one late": (PAGED, {}, "the next page is read in place of a page"),
+    "table one early": (PAGED, {}, "the previous page is read in place of a page"),
     "page once": (("decode", "prefill", "heads first"), {"sharing": "repeat"}, "pages that the table lists twice are"),
     "window too wide": (MASKED, {"sliding_window": 7}, "the window is one key too wide"),
     "window too narrow": (MASKED, {"sliding_window": 7}, "the window is one key too narrow"),

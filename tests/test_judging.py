@@ -19,6 +19,7 @@ from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
 from ragged_attention.testing.judging import UNPROMISED as UNPROMISED_BY_NAME
 from ragged_attention.testing.mla.specs import DecodeSpec
+from ragged_attention.testing.reporting import merged
 
 UNPROMISED = ("invalid indices", "padding", "empty sequences", "empty batches", "more queries than keys")
 FLOATS = ("float32", "float16", "bfloat16")
@@ -125,6 +126,30 @@ def test_a_report_warns_if_no_named_batch_was_tested() -> None:
     assert not report.failures
     tested = str(judge_decode(decode, only="corner: attention, decode"))
     assert "WARNING" not in tested
+
+
+def test_a_table_that_is_read_one_entry_late_is_named() -> None:
+    """The smallest failing batch has one key and fits many causes, so the cause comes from a larger one."""
+
+    def decode_late(q, kv_pages, kv_lens, page_indices, sm_scale=None):
+        num_pages = len(kv_pages[0] if isinstance(kv_pages, tuple) else kv_pages)
+        late = np.pad(page_indices[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        clean = np.where((late >= 0) & (late < num_pages), late, 0)
+        return decode(q, kv_pages, kv_lens, clean, sm_scale)
+
+    report = judge_decode(decode_late, only="attention without lse")
+    (failure,) = report.failures
+    assert "Spec(lens=((1, 1),)" in failure.batch
+    assert failure.causes[0].startswith("the next page is read in place of a page")
+    assert "multiple of" not in str(report)
+
+
+def test_causes_that_differ_in_a_block_size_are_one_line() -> None:
+    dropped = [f"the last keys are dropped, after a multiple of {size}" for size in (4, 8, 16)]
+    zeros = "keys past the length are counted as zeros, up to a multiple of 8: mask their logits by -inf"
+    assert merged([dropped[0], zeros, *dropped[1:], "x"]) == [
+        "the last keys are dropped, after a multiple of 4, 8 or 16", zeros, "x",
+    ]  # fmt: skip
 
 
 def test_a_drawn_failure_prints_its_structure() -> None:

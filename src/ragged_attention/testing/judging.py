@@ -29,7 +29,7 @@ from ragged_attention.testing.functions import Command, FunctionRunner, position
 from ragged_attention.testing.guarding import guarded
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.paged.specs import Arrays
-from ragged_attention.testing.reporting import grouped, untested
+from ragged_attention.testing.reporting import grouped, merged, untested
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner
 from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import Verdict, verdict_of
@@ -262,7 +262,7 @@ class Report:
             for failure in group:
                 lines += [f"FAILED  {failure.check}", *(f"  {line}" for line in failure.message.splitlines())]
                 lines += [f"  smallest batch: {failure.batch}"] if failure.batch else []
-                lines += [f"  likely causes: {'; '.join(failure.causes)}"] if failure.causes[1:] else []
+                lines += [f"  likely causes: {'; '.join(merged(failure.causes))}"] if failure.causes[1:] else []
         return "\n".join(lines)
 
     def _by_kind(self) -> dict[str, list[Verdict]]:

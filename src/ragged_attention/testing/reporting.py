@@ -3,6 +3,7 @@
 import argparse
 import collections
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -53,9 +54,23 @@ def grouped(lines: Sequence[Verdict]) -> dict[str, list[Verdict]]:
     return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
+def merged(causes: Sequence[str]) -> list[str]:
+    """The causes, with those that differ only in a block size merged into one."""
+    sizes: dict[tuple[str, str], list[str]] = {}
+    for cause in causes:
+        start, multiple, rest = cause.partition("a multiple of ")
+        size = (re.match(r"\d*", rest) or [""])[0]
+        sizes.setdefault((start + multiple, rest.removeprefix(size)), []).append(size)
+    return [f"{start}{alternatives(each)}{rest}" for (start, rest), each in sizes.items()]
+
+
+def alternatives(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if words[1:] else words[0]
+
+
 def details(runner: Any, line: Verdict, options: argparse.Namespace) -> dict[str, str]:
     """The lines to print below a failure, as a mapping of labels to texts."""
-    texts = {"error": line.message, "smallest batch": line.batch, "likely causes": "; ".join(line.causes)}
+    texts = {"error": line.message, "smallest batch": line.batch, "likely causes": "; ".join(merged(line.causes))}
     for operation in line.answered:
         texts[f"{options.backend}'s {operation} takes"] = features_of(options.backend, operation)
     return {name: text for name, text in texts.items() if text} | {"repeat": command(runner, line, options)}
@@ -159,7 +174,7 @@ def write_junit(path: str, judged: Mapping[str, Sequence[Verdict]]) -> None:
             if line.result == "declined":
                 ElementTree.SubElement(case, "skipped", message=first_refusal(line.message))
             elif line.result == "FAILED":
-                failure = ElementTree.SubElement(case, "failure", message="; ".join(line.causes) or UNKNOWN)
+                failure = ElementTree.SubElement(case, "failure", message="; ".join(merged(line.causes)) or UNKNOWN)
                 failure.text = _without_control("\n".join(filter(None, (line.message, line.batch))))
     ElementTree.ElementTree(root).write(path, encoding="utf-8", xml_declaration=True)
 

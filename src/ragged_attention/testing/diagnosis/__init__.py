@@ -37,10 +37,13 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
     batch = spec.build()
     numbers = list(dict.fromkeys(of_results(runner, batch, options)))
     try:
-        more = list(dict.fromkeys(of_results(runner, larger(spec).build(), options)))
+        large = larger(spec).build()
+        more = list(dict.fromkeys(of_results(runner, large, options)))
+        is_telling = not is_small(spec) or (not more and is_right(runner, large, options))
     except (Declined, Contradiction):
-        more = []
-    numbers = [cause for cause in numbers if cause in more] or [*more, *numbers]
+        more, is_telling = [], True
+    both = [cause for cause in numbers if cause in more] if is_telling else more
+    numbers = both if any(cause not in READ for cause in both) or not is_telling else [*more, *numbers]
     numbers.sort(key=lambda cause: cause in READ)
     fields = list(of_fields(value, lambda other: outcome(check, other)))
     if WHATEVER in fields and not numbers and is_right(runner, batch, options):
@@ -50,8 +53,24 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
     return tuple(dict.fromkeys([*numbers, *fields]))
 
 
+def is_small(spec: Any) -> bool:
+    """Whether no sequence has more than one page of keys, or one key if there are no pages.
+
+    The results of so small a batch fit many causes, so they tell nothing if a larger batch fails too.
+    """
+    lens = [kv_len for each in lengths_of(spec).values() for _, kv_len in each]
+    return bool(lens) and max(lens) <= (steering.page_size_of(spec) or 1)
+
+
 def larger(spec: Any) -> Any:
-    """The spec with additional sequences of several pages, because a small batch may fit several causes."""
+    """The spec with additional sequences of several pages, because a small batch may fit several causes.
+
+    Tables have a spare column, and no garbage in unused entries, so that a kernel that reads an entry too far reads a
+    known page.
+    """
+    tidy = {"spare_columns": lambda leaf: max(leaf, 1), "garbage": lambda leaf: False}
+    changes = {path: tidy[path[-1]](leaf) for path, leaf in steering.leaves(spec).items() if path and path[-1] in tidy}
+    spec = steering.replaced(spec, changes) if changes else spec
     size = steering.page_size_of(spec) or 1
     kv_lens = ((3 * size + 66) | 1, size + 1, 2 * size)  # several blocks of keys, some with a partial last page
     for path, lens in lengths_of(spec).items():

@@ -233,10 +233,39 @@ def other_pages(form: Form) -> Iterator[Candidate]:
         cause = f"the wrong page is read in sequences of more than {count} pages"
         yield cause, of_pages(lambda entries, last, count=count: entries % count)
         yield cause, of_pages(lambda entries, last, count=count: np.where(entries < count, entries, 0))
-    yield "the table is read one entry too far", of_pages(lambda entries, last: np.roll(entries, -1))
-    yield "the table is read one entry too early", of_pages(lambda entries, last: np.roll(entries, 1))
+    yield from shifted_tables(form)
     yield "pages that the table lists twice are counted once", form.of_parts(once)
     yield "a page index outside the cache is read as page 0", form.of_parts(lambda part: outside(part, size))
+
+
+def shifted_tables(form: Form) -> Iterator[Candidate]:
+    """Candidates in which each entry of the page table is taken for the next or the previous one.
+
+    The entry that a sequence lacks at one end is taken from the other end, repeated, left out, or taken from the
+    neighbouring row, as a pointer into a contiguous table would.
+    """
+    size = form.page_size
+    tables = [part.slots.reshape(-1, size) for part in form.parts]
+    none = np.full((1, size), -1)
+    for step, cause in (
+        (1, "the next page is read in place of a page: the table is read one entry too far"),
+        (-1, "the previous page is read in place of a page: the table is read one entry too early"),
+    ):
+        end = 0 if step > 0 else -1  # the entry of another row that follows, or precedes, a row's entries
+        for ends in (
+            [table[[end]] if len(table) else none for table in tables],
+            [table[[-1 - end]] if len(table) else none for table in tables],
+            [none for _ in tables],
+            [tables[other][[end]] if 0 <= other < len(tables) and len(tables[other]) else none
+             for other in range(step, len(tables) + step)],
+        ):  # fmt: skip
+            parts = [
+                part.change(slots=np.concatenate([table[1:], edge] if step > 0 else [edge, table[:-1]]).reshape(-1))
+                for part, table, edge in zip(form.parts, tables, ends, strict=True)
+                if len(table)
+            ]
+            if len(parts) == len(tables):
+                yield cause, form.change(parts=tuple(parts))
 
 
 def page_0(part: Part, size: int) -> Part:
