@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch")
 
 import triton.language as tl  # noqa: E402
 
+from ragged_attention import dispatch  # noqa: E402
 from ragged_attention.errors import InvalidInput  # noqa: E402
 from ragged_attention.testing import apart, conformance, ptx, ptx_runner, suite  # noqa: E402
 from ragged_attention.testing.drawing import Check  # noqa: E402
@@ -36,6 +37,8 @@ from ragged_attention.testing.suite import check_attention  # noqa: E402
 from ragged_attention.testing.varlen.gradients import GradientSpec  # noqa: E402
 from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen  # noqa: E402
 from ragged_attention.testing.varlen.specs import VarlenSpec  # noqa: E402
+from ragged_attention.testing.verdicts import verdict_of  # noqa: E402
+from tests import partial_backend  # noqa: E402
 from tests.apart import printed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -464,6 +467,27 @@ def test_the_command_says_what_it_cannot_judge(
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command unsets it
     assert conformance.main(arguments) == 2
     assert reason in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("0 active drivers ([]). There should only be one."),
+    ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)"),
+])  # fmt: skip
+def test_a_backend_that_starts_its_kernels_itself_is_no_failure(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(call: Any, tile: Any, launch: Any) -> Any:
+        raise error
+
+    partial_backend.announce(monkeypatch, "ragged_paged_attention", FEATURES=frozenset({"return_lse"}), run=run)
+    runner = CompiledRunner(framework="torch", backend="partial")
+    try:
+        (check,) = [check for check in suite.checks() if str(check) == "corner: attention, one key"]
+        verdict = verdict_of(runner, check, 1)
+    finally:
+        dispatch.load.cache_clear()
+    assert verdict.result == "declined"
+    assert verdict.message == f"partial: {ptx_runner.DIRECT}"
 
 
 def test_planted_faults_are_noticed() -> None:
