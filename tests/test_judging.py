@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,21 @@ def test_a_command_without_features_is_not_given_new_keys(tmp_path: Path) -> Non
     program.write_text(f"import sys, numpy; sys.exit(9 if {given} else 77)")
     report = judge([sys.executable, str(program), "{input}"], features=["sm_scale"], examples=1, only="agreement: ")
     assert not report.failures
+
+
+def test_warnings_of_the_interpreter_are_not_shown() -> None:
+    """Triton's interpreter reduces rows of NaN by NumPy, which warns, but a GPU does not."""
+    pytest.importorskip("torch")
+
+    def merge(outs, lses):
+        np.nanmax(np.full((1, 3), np.nan), axis=1)
+        np.log(np.zeros(1))
+        raise NotImplementedError
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        judge(merge, "merge_attention_states", framework="torch", only="corner: merge, one part")
+    assert not shown
 
 
 def test_the_smallest_batch_is_that_of_the_arrays() -> None:
@@ -361,6 +377,7 @@ def test_writes_may_happen_in_place_or_return() -> None:
     ({"page_sizes": 16}, "expected page_sizes to be a list of ints, got 16"),
     ({"head_dims": ["64"]}, "expected head_dims to be a list of ints, got ..64"),
     ({"only": "cornr"}, "expected only to be a part of a check's name, .*, got 'cornr'"),
+    ({"only": None}, "expected only to be a part of a check's name, .*, got None"),
     ({"gradients": True}, "expected framework to be torch or jax with gradients=True"),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused(keywords: dict[str, Any], match: str) -> None:

@@ -95,13 +95,16 @@ def take_back(tensor: torch.Tensor) -> NDArray[Any]:
 
 @contextlib.contextmanager
 def careful() -> Iterator[None]:
-    """A context in which torch fills new memory with NaN, so that unwritten outputs are noticed."""
+    """A context in which torch fills new memory with NaN, so that unwritten outputs are noticed.
+
+    NumPy's floating-point warnings are suppressed, because a GPU gives none, but Triton's interpreter computes with NumPy.
+    """
     before, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*deterministic")
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.filterwarnings("ignore", message=".*deterministic|All-NaN (slice|axis) encountered")
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
             yield
