@@ -6,6 +6,8 @@ The engine has continuous batching, chunked prefill, shared pages, an fp8 KV cac
 one ragged batch of prompt chunks and draft trees, with one attention call per layer. The model is tiny and random.
 """
 
+import argparse
+
 import torch
 import torch.nn.functional as F
 
@@ -28,8 +30,7 @@ def next_tokens(weights, tokens, positions, attend):
     """The most likely token after each row [T]. Only `attend(layer, q, k, v)` relates rows to each other."""
     x = weights["embed"][tokens]
     for layer in range(LAYERS):
-        h = F.rms_norm(x, (WIDTH,))
-        q, k, v = ((h @ weights[name][layer]).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
+        q, k, v = ((F.rms_norm(x, (WIDTH,)) @ weights[name][layer]).unflatten(-1, (-1, HEAD_DIM)) for name in "qkv")
         x = x + attend(layer, rope(q, positions), rope(k, positions), v).flatten(1) @ weights["out"][layer]
         x = x + F.silu(F.rms_norm(x, (WIDTH,)) @ weights["up"][layer]) @ weights["down"][layer]
     return (F.rms_norm(x, (WIDTH,)) @ weights["embed"].T).argmax(-1)
@@ -46,8 +47,7 @@ class Engine:
         self.weights, self.waiting, self.running = weights, list(requests), []
         self.kv_pages = torch.zeros(LAYERS, NUM_PAGES, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM).to(FP8)
         self.holders = torch.zeros(NUM_PAGES, dtype=torch.int32)  # reference counts
-        self.page_of = {}  # full pages, by all tokens up to the end of the page
-        self.followers = {}  # the draft model: the last tokens that followed each token
+        self.page_of, self.followers = {}, {}  # full pages by all tokens up to their ends; draft model: next tokens
         self.steps = self.shared = self.accepted = 0
 
     def admit(self):
@@ -82,8 +82,7 @@ class Engine:
         chunks = [self.rows_of(request) for request in self.running]
         tokens = torch.tensor([token for tokens, _ in chunks for token in tokens])
         draft_mask = torch.tensor([[row in path for row in range(CHUNK)] for _, paths in chunks for path in paths])
-        starts = torch.tensor([request.cached for request in self.running])
-        counts = torch.tensor([len(tokens) for tokens, _ in chunks])
+        starts, counts = torch.tensor([[r.cached, len(c[0])] for r, c in zip(self.running, chunks, strict=True)]).T
         positions = starts.repeat_interleave(counts) + draft_mask.sum(1) - 1  # by depth in the tree
         page_indices = torch.nn.utils.rnn.pad_sequence([request.pages for request in self.running], True, -1).int()
         tables = (starts + counts).int(), page_indices, F.pad(counts.cumsum(0), (1, 0)).int()
@@ -147,4 +146,5 @@ def main(seed=0):
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
     raise SystemExit(main())

@@ -23,6 +23,7 @@ def test_the_script_is_short_and_imports_little() -> None:
     assert max(map(len, text.splitlines())) <= 120
     found = {ast.unparse(node) for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)}
     assert found == {
+        "import argparse",
         "import torch",
         "import torch.nn.functional as F",
         "from ragged_attention.torch import ragged_paged_attention",
@@ -36,6 +37,12 @@ def test_the_tokens_are_those_of_plain_attention(missing: str) -> None:
     steps, shared, accepted = map(int, match.groups())
     assert steps < 60  # without accepted drafts there would be more than 70
     assert min(shared, accepted) > 5
+
+
+def test_help_runs_nothing() -> None:
+    text = printed(str(SCRIPT), "--help")
+    assert "A serving engine for torch in one file." in text
+    assert "requests:" not in text
 
 
 def main_of(text: str) -> Any:
