@@ -22,7 +22,8 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def status(device_records: Sequence[Record]) -> str:
     for record in device_records:
         for (operation, backend), rows in ran(record).items():
             newest |= {(operation, backend, row.device, row.framework): row for row in rows}
-    lines = [] if newest else [NOTHING, ""]
+    lines = [*_summary({(operation, device) for operation, _, device, _ in newest}), ""] if newest else [NOTHING, ""]
     lines += ["| operation | backend | device | from | last run | commit | outcome |", "|---" * 7 + "|"]
     for operation in CALLS:
         for backend in offered(operation):
@@ -178,6 +179,21 @@ def status(device_records: Sequence[Record]) -> str:
                 if not any(row.device.startswith(begins) for row in rows):
                     lines.append(f"| `{operation}` | `{backend}` | {kind} | | never | | {NEVER} |")
     return "\n".join(lines) + "\n"
+
+
+def _summary(pairs: Collection[tuple[str, str]]) -> Iterator[str]:
+    """Yield one item for each kind of device: the operations that have run there, from pairs (operation, device)."""
+    for kind in ("NVIDIA", "AMD", "TPU"):
+        devices = {device: {name for name, other in pairs if other == device} for _, device in sorted(pairs)}
+        devices = {device: names for device, names in devices.items() if device.startswith(kind)}
+        ran_there = {name for names in devices.values() for name in names}
+        never = [f"`{name}`" for name in CALLS if name not in ran_there]
+        text = f"- **{kind}** ({', '.join(devices)}): {len(ran_there)} of {len(CALLS)} operations have run."
+        if not devices:
+            text = f"- **{kind}**: nothing has run there yet."
+        elif never:
+            text += f" These have never run: {', '.join(never)}."
+        yield textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
 # ---- README.md
