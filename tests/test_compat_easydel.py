@@ -162,6 +162,18 @@ def test_the_scale_and_jaxs_quantised_pages():
     assert agrees(out, prefill_defined((q, *exact, length, row), sm_scale=0.3), "float32")
 
 
+def test_int8_pages_without_scales_are_their_values():
+    q, *pages, length, row = prefill_batch(8, 21)
+    pages = [jnp.rint(4 * jnp.nan_to_num(each)) for each in pages]
+    codes = [each.astype(jnp.int8) for each in pages]
+    out = easydel.prefill_attention(q, *codes, length, row, 0.1)
+    assert agrees(out, easydel.prefill_attention(q, *pages, length, row, 0.1), "float32")
+    tunables = {"sm_scale": 0.1, "pages_per_compute_block": 1}
+    lengths, table = jnp.full(len(q), length, jnp.int32), jnp.tile(row, (len(q), 1))
+    found, wanted = (easydel.paged_attention(q, *each, lengths, table, **tunables) for each in (codes, pages))
+    assert agrees(found, wanted, "float32")
+
+
 def test_another_length_is_no_other_program(monkeypatch):
     from ragged_attention.portable.numba import prefill_attention as room
 

@@ -209,7 +209,7 @@ def test_a_donated_cache_is_written_in_place(tokens, dtype):
     pages = jnp.zeros((4096, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM), dtype)
 
     def write(pages: Any, k: Any, v: Any, slots: Any) -> Any:
-        return write_kv_pages(k, v, pages, slots, k_scale=0.5, backend="xla")
+        return write_kv_pages(k, v, pages, slots, k_scale=0.5, v_scale=0.5, backend="xla")
 
     compiled = jax.jit(write, donate_argnums=0).lower(pages, k, v, slots).compile()
     memory: Any = compiled.memory_analysis()
@@ -230,7 +230,8 @@ def test_attention_keeps_no_second_cache(dtype):
     pages = jnp.zeros((8192, 16, 4, HEAD_DIM), dtype)
     table = jnp.zeros((4, 2048), jnp.int32)
     lens, edges = jnp.full(4, 2048 * 16, jnp.int32), jnp.arange(5, dtype=jnp.int32)
-    attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, backend="xla"))
+    scales = dict.fromkeys(("k_scale", "v_scale"), 1.0 if dtype == "int8" else None)
+    attend = jax.jit(lambda *arguments: ragged_paged_attention(*arguments, **scales, backend="xla"))
     memory: Any = attend.lower(q, pages, lens, table, edges).compile().memory_analysis()
     assert memory.temp_size_in_bytes < pages.nbytes / 4
 
@@ -283,7 +284,7 @@ def test_written_bytes_are_those_of_the_definition(tokens, dtype, scale):
     scale = jnp.array([0.3, 7.1]) if scale == "array" else scale
 
     def write(k: Any, backend: str) -> Any:
-        return write_kv_pages(k, v, pages, slots, k_scale=scale, backend=backend)
+        return write_kv_pages(k, v, pages, slots, k_scale=scale, v_scale=1.0, backend=backend)
 
     want = np.asarray(write(k, "reference")).tobytes()
     for function in (write, jax.jit(write, static_argnums=1)):
@@ -362,7 +363,7 @@ def test_with_strict_promotion(batch, tokens, setting):
         assert agrees(out, want, jnp.dtype(dtype).name)
     k, v, pages, slots = tokens
     for dtype in ("float32", "float8_e4m3fn", "int8"):
-        write_kv_pages(k, v, pages.astype(dtype), slots, k_scale=0.7, backend="xla")
+        write_kv_pages(k, v, pages.astype(dtype), slots, k_scale=0.7, v_scale=0.7, backend="xla")
     tables = {"page_indices": batch[3], "kv_lens": batch[2], "cu_q_lens": batch[4]}
     k = v = jnp.ones((13, NUM_KV_HEADS, HEAD_DIM))
     written = [write_kv_pages(k, v, pages, **tables, backend=name) for name in ("xla", "reference")]

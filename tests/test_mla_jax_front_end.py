@@ -301,14 +301,16 @@ def test_a_donated_cache_is_written_in_place(cache_format, dtype):
         jnp.asarray([5, -1, 4095, 4096], jnp.int32),
     )
 
+    scale = 1.0 if plain and dtype == "int8" else None
+
     def write(cache: Any, kv: Any, slots: Any) -> Any:
-        return write_mla_cache(kv, cache, slots, backend="xla")
+        return write_mla_cache(kv, cache, slots, kv_scale=scale, backend="xla")
 
     compiled = jax.jit(write, donate_argnums=0).lower(cache, kv, slots).compile()
     memory: Any = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache.nbytes
     assert memory.temp_size_in_bytes < 0.6 * cache.nbytes
-    want = write_mla_cache(kv, cache, slots, backend="reference")
+    want = write_mla_cache(kv, cache, slots, kv_scale=scale, backend="reference")
     written = compiled(cache, kv, slots)
     assert cache.is_deleted()
     assert np.asarray(written).tobytes() == np.asarray(want).tobytes()
@@ -326,8 +328,10 @@ def test_attention_keeps_no_second_cache(kind, cache_format):
     dtype = cache_format if cache_format in QUANTIZED else arguments[name].dtype
     cache = jnp.zeros((4096, *arguments[name].shape[1:]), dtype)
 
+    scales = {"kv_scale": 1.0} if cache_format == "int8" else {}
+
     def call(cache: Any) -> Any:
-        return attend(**arguments | {name: cache}, backend="xla")
+        return attend(**arguments | {name: cache}, **scales, backend="xla")
 
     memory: Any = jax.jit(call).lower(cache).compile().memory_analysis()
     assert memory.temp_size_in_bytes < cache.nbytes / 4

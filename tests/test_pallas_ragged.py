@@ -86,11 +86,12 @@ def test_which_formats_are_taken(operation: str) -> None:
         assert dispatch.refusal("pallas", sample_of(operation, kv_format=name).call(operation, TPU)) == reason
     sample = sample_of(operation, kv_format="int8_token_head", split_pages=True)
     call: Any = sample.call(operation, TPU)
-    absent = dataclasses.replace(call, v_scale_pages=None)
+    absent = dataclasses.replace(call, v_scale_pages=None, v_scale=1.0)
     assert module.why_not(absent) == "takes keys and values of one format, got int8_token_head beside int8"
     for k, v, reason in PAIRS:
         pages = tuple(FakeArray(call.k_pages_like.shape, dtype) for dtype in (k, v))
-        plain = dataclasses.replace(call, kv_pages=pages, k_scale_pages=None, v_scale_pages=None)
+        scales = {"k_scale": 1.0, "v_scale": 1.0, "k_scale_pages": None, "v_scale_pages": None}
+        plain = dataclasses.replace(call, kv_pages=pages, **scales)
         assert module.why_not(plain) == reason
 
 

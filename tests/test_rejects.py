@@ -188,6 +188,8 @@ KV_FORMATS = " or ".join(dict.fromkeys(repr(form.name) for form in formats.SCALE
 LISTS = {"page_indices": None, "kv_lens": None, "schedule": None, "indices": ints([[0, 5, -1]], [[1, 23, 24]])}
 TWO = LISTS | {"extra_kv_cache": ones(3, 2, 1, 32), "extra_indices": ints([[0, 5]], [[-1, 7]])}
 # Heads-first pages of 8 bits, with their scales.
+INT8_PAGES, INT8_ROWS, INT8_NEW = (ones(*shape, dtype=np.int8) for shape in ((6, 4, 4, 16), (6, 4, 2, 16), (4, 2, 16)))
+GIVE_K, GIVE_V = (f"got none: pass {name}=1.0 if the codes are the values" for name in ("k_scale", "v_scale"))
 CODES, SCALES = ones(2, 6, 4, 16, dtype=np.int8), ones(2, 6, 4, 1)
 # The changes for a sparse decode over uint8 caches.
 BYTE_LISTS = LISTS | {"q": ones(2, 1, 4, 576), "kv_cache": raw(6, 4, 1, 656)}
@@ -584,6 +586,8 @@ STATIC = [
                     codes=ones(3, 2, 16, dtype=np.int32)),
     dequantize_rows(InvalidInput, "expected codes to have at least one axis, got none", codes=ones()),
     dequantize_rows(InvalidInput, "expected scales with codes of uint8, got none", scales=None),
+    dequantize_rows(InvalidInput, "expected scales or scale with codes of int8, got none: pass scale=1.0 if the codes "
+                    "are the values", codes=ones(3, 2, 16, dtype=np.int8), scales=None),
     dequantize_rows(InvalidInput, "expected codes.shape[-1] * 2 to be a multiple of 8 from 16 to 512, got 8: append "
                     "zeros up to 16", codes=raw(3, 2, 4)),
     dequantize_rows(InvalidInput, "expected the number of columns in nvfp4 to be a multiple of 16, got 24: append "
@@ -637,6 +641,33 @@ STATIC = [
               kv_pages=raw(6, 4, 4, 8)),
     attention(InvalidInput, f"expected v_scale_pages with v_pages of uint8, got none: {NO_SCALES}",
               kv_pages=pair(ones(6, 4, 2, 16), raw(6, 4, 2, 8))),
+    # Codes of int8 without a scale.
+    attention(InvalidInput, "expected k_scale and v_scale, or k_scale_pages and v_scale_pages, with kv_pages of int8, "
+              "got none: pass k_scale=1.0 and v_scale=1.0 if the codes are the values",
+              kv_pages=INT8_PAGES),
+    attention(InvalidInput, "expected k_scale and v_scale, or k_scale_pages and v_scale_pages, with kv_pages of int8, "
+              "got none: pass k_scale=1.0 and v_scale=1.0 if the codes are the values",
+              kv_pages=pair(INT8_ROWS, INT8_ROWS), new_kv=pair(INT8_NEW, INT8_NEW)),
+    attention(InvalidInput, f"expected v_scale or v_scale_pages with kv_pages of int8, {GIVE_V}",
+              kv_pages=INT8_PAGES, k_scale=0.5),
+    attention(InvalidInput, f"expected v_scale or v_scale_pages with kv_pages of int8, {GIVE_V}",
+              kv_pages=INT8_PAGES, k_scale_pages=ones(6, 4, 2)),
+    attention(InvalidInput, f"expected k_scale or k_scale_pages with kv_pages of int8, {GIVE_K}",
+              kv_pages=INT8_PAGES, v_scale=ones(2)),
+    attention(InvalidInput, f"expected k_scale or k_scale_pages with k_pages of int8, {GIVE_K}",
+              kv_pages=pair(INT8_ROWS, ones(6, 4, 2, 16)), v_scale=0.5),
+    attention(InvalidInput, f"expected v_scale or v_scale_pages with v_pages of int8, {GIVE_V}",
+              kv_pages=pair(ones(6, 4, 2, 16), INT8_ROWS)),
+    write(InvalidInput, f"expected k_scale or k_scale_pages with kv_pages of int8, {GIVE_K}",
+          kv_pages=INT8_PAGES, v_scale_pages=ones(6, 4, 2)),
+    rotated(InvalidInput, "expected k_scale and v_scale with kv_pages of int8, got none: pass k_scale=1.0 and "
+            "v_scale=1.0 if the codes are the values", kv_pages=INT8_PAGES),
+    rotated(InvalidInput, f"expected v_scale with v_pages of int8, {GIVE_V}",
+            kv_pages=pair(INT8_ROWS, INT8_ROWS), k_scale=0.5),
+    paged(InvalidInput, "expected k_pages of int8 to be a pair (weight, scales), got an array: give scales of 1 if the "
+          "codes are the values", k_pages=CODES, v_pages=CODES),
+    chunk(InvalidInput, "expected k_pages of int8 to be a pair (weight, scales), got an array: give scales of 1 if the "
+          "codes are the values", k_pages=CODES, v_pages=CODES),
     attention(InvalidInput, "expected k_scale of at most one axis beside k_scale_pages, got [6, 4, 2]",
               kv_pages=ones(6, 4, 4, 16, dtype=np.int8), k_scale=ones(6, 4, 2), k_scale_pages=ones(6, 4, 2)),
     attention(InvalidInput, "expected k_scale_pages.dtype to be float32 or float16 or float8_e4m3fn or float8_e8m0fnu, "
@@ -1261,7 +1292,13 @@ STATIC = [
     write_latents(InvalidInput, "expected d_v between 0 and d_qk=32, got 33", rope_scale=0.5, d_v=33),
     write_latents(InvalidInput, "expected d_v >= 0, got -1", rope_scale=0.5, d_v=-1),
     write_latents(InvalidInput, f"expected kv.dtype to be {FLOATS}, got int32",
-                  kv=ones(3, 1, 32, dtype=np.int32), cache=ones(2, 3, 1, 32, dtype=np.int8)),
+                  kv=ones(3, 1, 32, dtype=np.int32), cache=ones(2, 3, 1, 32, dtype=np.int8), kv_scale=0.5),
+    write_latents(InvalidInput, "expected kv_scale with cache of int8, got none: pass kv_scale=1.0 if the codes are "
+                  "the values", cache=ones(2, 3, 1, 32, dtype=np.int8), rope_scale=0.5, d_v=16),
+    rotated_latents(InvalidInput, "expected kv_scale with cache of int8, got none: pass kv_scale=1.0 if the codes are "
+                    "the values", cache=ones(2, 3, 1, 32, dtype=np.int8)),
+    ragged_latents(InvalidInput, "expected kv_scale with kv_cache of int8, got none: pass kv_scale=1.0 if the codes "
+                   "are the values", kv_cache=ones(4, 4, 1, 32, dtype=np.int8)),
     # Conversion of positions to slots.
     slots(TypeError, "expected positions to be an array, got int", positions=3),
     slots(TypeError, "expected page_indices to be an array, got NoneType", page_indices=None),

@@ -35,7 +35,7 @@ def batch(dtype: torch.dtype = torch.float32, cache: torch.dtype | None = None) 
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_attention_passes_opcheck(cache: torch.dtype | None, return_lse: bool) -> None:
     requests = {"return_lse": return_lse, "return_max_logits": return_lse}
-    given = {**requests, "sinks": torch.randn(NUM_Q_HEADS), "k_scale": 0.5}
+    given = {**requests, "sinks": torch.randn(NUM_Q_HEADS), "k_scale": 0.5, "v_scale": 2.0}
     arguments = operator_arguments("ragged_paged_attention", **batch(cache=cache), **given)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if cache == torch.float8_e4m3fn:

@@ -18,7 +18,8 @@ from ragged_attention.errors import InvalidInput
 FLOATS = ("float32", "float16", "bfloat16")
 WIDE_FLOATS = (*FLOATS, "float64")  # gradients are checked by finite differences, which need float64
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")  # those in which caches store keys and values
-QUANTIZED = (*FLOAT8, "int8")
+INT8 = "int8"
+QUANTIZED = (*FLOAT8, INT8)
 INT32 = ("int32",)  # for index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)

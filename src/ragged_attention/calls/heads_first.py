@@ -8,6 +8,7 @@ from ragged_attention.calls.base import GroupedCall, Result, expect_groups, reco
 from ragged_attention.calls.cache_formats import KvFormat
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT8,
     INT32,
     QUANTIZED,
     ArrayKind,
@@ -47,6 +48,9 @@ def expect_heads_first(name: str, pages: Any, call: Any, sizes: Sizes) -> None:
         raise TypeError(f"expected v_pages to be {expected} as k_pages is, got {got}")
     if not is_pair:
         expect_array(name, pages, "K P G D", dtypes, sizes)
+        if dtype_name(pages) == INT8:
+            advice = "give scales of 1 if the codes are the values"
+            raise InvalidInput(f"expected {name} of {INT8} to be a pair (weight, scales), got an array: {advice}")
         sizes.bind("K P G D", pages)
         return
     weight, scales = pages

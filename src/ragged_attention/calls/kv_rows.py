@@ -15,6 +15,7 @@ from ragged_attention.calls.cache_formats import (
 )
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT8,
     QUANTIZED,
     ArrayKind,
     Dtype,
@@ -108,6 +109,9 @@ class DequantizeKv(RowsCall):
         if self.scales is None:
             if dtype_name(self.codes) == PACKED:
                 raise InvalidInput(f"expected scales with codes of {PACKED}, got none")
+            if dtype_name(self.codes) == INT8 and self.scale is None:
+                advice = "pass scale=1.0 if the codes are the values"
+                raise InvalidInput(f"expected scales or scale with codes of {INT8}, got none: {advice}")
         else:
             self._expect_scales()
         expect_head_dim("codes.shape[-1]" + " * 2" * self.kv_format.packed_codes, self.head_dim)

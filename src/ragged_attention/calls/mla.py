@@ -33,10 +33,10 @@ from ragged_attention.calls.fields import (
 from ragged_attention.calls.mla_cache import (
     CacheKind,
     LatentPagesCall,
+    ScaledLatentCall,
     WriteMlaCache,
     expect_cache,
     expect_layout,
-    expect_no_scales,
     format_of,
     with_heads,
 )
@@ -354,7 +354,7 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
 
 @record
-class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
+class RaggedMlaAttention(ScaledLatentCall, LatentCall, RaggedCall):
     """The arguments of `ragged_mla_attention`, whose docstring explains them."""
 
     WRITE: ClassVar[type[Call]] = WriteMlaCache
@@ -389,7 +389,7 @@ class RaggedMlaAttention(LatentPagesCall, LatentCall, RaggedCall):
         if (got := self.kv_cache.shape[2]) != 1:
             raise InvalidInput(f"expected kv_cache to have num_kv_heads = 1, a row that serves all heads, got {got}")
         self._check_rows("kv_cache", self.kv_cache, self.format)
-        expect_no_scales(self.format, kv_scale=self.kv_scale, rope_scale=self.rope_scale)
+        self._expect_scales()
         self._expect_one_mask()
 
     @classmethod

@@ -7,6 +7,7 @@ from ragged_attention.calls.base import Call, Result, record
 from ragged_attention.calls.cache_formats import CACHE_FORMATS, E8M0, LAYOUTS, CacheFormat, laid_out, stored_format
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT8,
     INT32,
     QUANTIZED,
     WIDE_FLOATS,
@@ -210,21 +211,36 @@ class LatentPagesCall(PagesCall):
         return stored_format(self.format, self.cache_layout, self.cache_dtype)
 
 
-class LatentWrite(LatentPagesCall, TableWrite):
+class ScaledLatentCall(LatentPagesCall):
+    """The base of records whose plain cache has a scale."""
+
+    kv_scale: Any
+    rope_scale: Any
+
+    def _expect_scales(self) -> None:
+        """Check that a plain int8 cache has a scale and a quantised format, which stores its scales, has none.
+
+        A plain cache of 8-bit floats has a default scale of 1.
+        """
+        expect_no_scales(self.format, kv_scale=self.kv_scale, rope_scale=self.rope_scale)
+        if self.format == "plain" and self.cache_dtype == INT8 and self.kv_scale is None:
+            advice = "pass kv_scale=1.0 if the codes are the values"
+            raise InvalidInput(f"expected kv_scale with {self.CACHE} of {INT8}, got none: {advice}")
+
+
+class LatentWrite(ScaledLatentCall, TableWrite):
     """The base of writes of latent rows `kv` to `cache`."""
 
     CACHE: ClassVar[str] = "cache"
 
     kv: Any
     cache: Any
-    kv_scale: Any
-    rope_scale: Any
     power_of_two_scales: bool
 
     def _check(self, sizes: Sizes) -> None:
         self._expect_slots_or_tables()
+        self._expect_scales()
         format_name = self.format
-        expect_no_scales(format_name, kv_scale=self.kv_scale, rope_scale=self.rope_scale)
         width = self.cache.shape[3] if format_name == "plain" else CACHE_FORMATS[format_name].width
         dtypes = (dtype_name(self.cache),) if format_name == "plain" and not self.kv_format.eight_bit else FLOATS
         expect_array("kv", self.kv, "T K D", dtypes, {"K": sizes["K"], "D": width})

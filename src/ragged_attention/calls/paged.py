@@ -18,6 +18,7 @@ from ragged_attention.calls.cache_formats import (
 )
 from ragged_attention.calls.fields import (
     FLOATS,
+    INT8,
     INT32,
     QUANTIZED,
     Array,
@@ -342,6 +343,8 @@ class PagedCall(PagesCall):
     CACHE: ClassVar[str] = "kv_pages"
 
     kv_pages: Any
+    k_scale: Any
+    v_scale: Any
 
     k_scale_pages: Any = None
     v_scale_pages: Any = None
@@ -358,6 +361,31 @@ class PagedCall(PagesCall):
                 self._expect_unscaled(side, pages, name, array)
             else:
                 self._expect_scaled(side, scales)
+        if dtype_name(array) not in QUANTIZED:  # codes are copied to the pages, without scales
+            self._expect_scales_of_integers()
+
+    def _expect_scales_of_integers(self) -> None:
+        """Refuse int8 pages of a side without a scale or scale pages. Pages of 8-bit floats have a default scale of 1.
+
+        Floats cover the usual values of K and V without a scale; integers do not.
+        """
+        sides = zip("kv", self.sides, (self.k_scale, self.v_scale), self.scale_pages, strict=True)
+        missing = [
+            side
+            for side, pages, scale, scale_pages in sides
+            if dtype_name(pages) == INT8 and scale is None and scale_pages is None
+        ]
+        if not missing:
+            return
+        what = "kv_pages" if self.combined or len(missing) > 1 else f"{missing[0]}_pages"
+        expected = " and ".join(f"{side}_scale" for side in missing)
+        if "k_scale_pages" in self.KINDS:
+            pages, comma = " and ".join(f"{side}_scale_pages" for side in missing), "," * (len(missing) > 1)
+            expected += f"{comma} or {pages}{comma}"
+        advice = " and ".join(f"{side}_scale=1.0" for side in missing)
+        raise InvalidInput(
+            f"expected {expected} with {what} of {INT8}, got none: pass {advice} if the codes are the values"
+        )
 
     def _expect_unscaled(self, side: str, pages: Array, name: str, array: Array) -> None:
         got, what = dtype_name(pages), "kv_pages" if self.combined else f"{side}_pages"

@@ -56,6 +56,9 @@ def paged_attention(
     q = arguments["q"]
     rows = ("q", "k_pages", "v_pages")
     arguments |= dict(zip(rows, jax_arguments.widened(*(arguments[name] for name in rows)), strict=True))
+    arguments["k_pages"], arguments["v_pages"] = jax_arguments.heads_first_pages(
+        arguments["k_pages"], arguments["v_pages"]
+    )
     arguments["page_indices"] = jax_arguments.as_int32("page_indices", arguments["page_indices"])
     arguments["soft_cap"] = jax_arguments.even(arguments["soft_cap"])
     with named_as({"soft_cap": "attn_logits_soft_cap"}):
@@ -111,6 +114,7 @@ def prefill_attention(
     q, length = to_jax((q, length))
     k_pages, v_pages = (pages if is_jax_quantized(pages) else to_jax(pages) for pages in (k_pages, v_pages))
     wide_q, k_pages, v_pages = jax_arguments.widened(q, k_pages, v_pages)
+    k_pages, v_pages = jax_arguments.heads_first_pages(k_pages, v_pages)
     length = jax_arguments.as_int32("length", length) if is_array(length) else length
     table = jax_arguments.as_int32("page_indices", to_jax(page_indices))
     out = operations.prefill_attention(wide_q, k_pages, v_pages, length, table, sm_scale=sm_scale, backend=backend)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ragged_attention.calls import dtype_name, expect_count, is_array
 from ragged_attention.calls.fields import Count, Sizes
-from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, run, widened
+from ragged_attention.compat.jax_arguments import as_int32, even, expect_number_or_none, run, scales_of, widened
 from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput
 from ragged_attention.jax._lower import to_jax
@@ -90,6 +90,7 @@ def ragged_page_attention_v2(
             q=wide_q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
             num_seqs=_count(num_seqs, kv_lens), sm_scale=softmax_scale, soft_cap=even(logits_soft_cap),
             sliding_window=sliding_window, sinks=_sinks(softmax_aux),
+            **scales_of(kv_pages, k_scale=None, v_scale=None),
         )  # fmt: skip
         return run("ragged_paged_attention", arguments, backend, tunables).astype(q.dtype)
 

@@ -10,6 +10,7 @@ import numpy as np
 from ragged_attention import dispatch, tuning
 from ragged_attention import jax as operations
 from ragged_attention.calls import CALLS, FLOATS, dtype_name, is_array, is_number
+from ragged_attention.calls.fields import INT8
 from ragged_attention.errors import BackendMissing, InvalidInput
 from ragged_attention.jax import _lower
 from ragged_attention.jax._launcher import device_facts
@@ -56,6 +57,20 @@ def widened(q: Any, *pages: Any) -> tuple[Any, ...]:
     if len(dtypes) == 1 or not dtypes.issubset(FLOATS):
         return arrays
     return tuple(jnp.asarray(array).astype(jnp.float32) for array in arrays)
+
+
+def scales_of(pages: Any, **scales: Any) -> dict[str, Any]:
+    """The scales of pages by name; those of int8 pages are 1 by default, as in the other projects."""
+    is_int8 = is_array(pages) and dtype_name(pages) == INT8
+    return {name: 1.0 if scale is None and is_int8 else scale for name, scale in scales.items()}
+
+
+def heads_first_pages(k_pages: Any, v_pages: Any) -> tuple[Any, Any]:
+    """Heads-first pages; int8 arrays without scales get scales of 1, which they have in the other projects."""
+    if not all(is_array(pages) and dtype_name(pages) == INT8 and len(pages.shape) == 4 for pages in (k_pages, v_pages)):
+        return k_pages, v_pages
+    k_scales, v_scales = (jnp.ones((*pages.shape[:3], 1), jnp.float32) for pages in (k_pages, v_pages))
+    return (k_pages, k_scales), (v_pages, v_scales)
 
 
 def run(

@@ -98,7 +98,8 @@ def ragged_paged_attention(
     static_validate_inputs(q, kv_pages, *tables, soft_cap=soft_cap, **settings, **tunables)
     kv_lens, page_indices, cu_q_lens, num_seqs = tables
     wide_q, kv_pages = jax_arguments.widened(q, kv_pages)
-    arguments = settings | dict(
+    scales = jax_arguments.scales_of(kv_pages, k_scale=k_scale, v_scale=v_scale)
+    arguments = settings | scales | dict(
         q=wide_q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens,
         num_seqs=jax_arguments.as_int32("num_seqs", num_seqs), soft_cap=jax_arguments.even(soft_cap),
     )  # fmt: skip
@@ -169,7 +170,8 @@ def static_validate_inputs(
         raise InvalidInput(f"soft_cap must not be 0.0: expected None or another number, got {soft_cap}")
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, sm_scale=sm_scale,
-        sliding_window=sliding_window, soft_cap=jax_arguments.even(soft_cap), k_scale=k_scale, v_scale=v_scale,
+        sliding_window=sliding_window, soft_cap=jax_arguments.even(soft_cap),
+        **jax_arguments.scales_of(kv_pages, k_scale=k_scale, v_scale=v_scale),
     )  # fmt: skip
     pages_per_seq = page_indices.shape[1]
     if num_kv_pages_per_block is not None and not 0 < num_kv_pages_per_block <= pages_per_seq:
@@ -214,6 +216,7 @@ def dynamic_validate_inputs(
     RaggedPagedAttention(
         **_stand_ins(q, kv_pages), kv_lens=lens, page_indices=table, cu_q_lens=np.asarray(cu_q_lens),
         num_seqs=np.asarray(num_seqs).astype(np.int32),
+        **jax_arguments.scales_of(kv_pages, k_scale=k_scale, v_scale=v_scale),
     ).check_values()  # fmt: skip
     longest = table.shape[1] * kv_pages.shape[1]
     over = np.flatnonzero(lens > longest)  # including the padding, as in JAX
@@ -244,6 +247,7 @@ def get_tuned_block_sizes(
         q=array(q_dtype, max_num_batched_tokens, num_q_heads_per_blk, head_dim),
         kv_pages=array(kv_dtype, 1, page_size, 2 * num_kv_heads_per_blk, head_dim),
         kv_lens=array(jnp.int32, 1), page_indices=array(jnp.int32, 1, pages_per_seq), cu_q_lens=array(jnp.int32, 2),
+        **jax_arguments.scales_of(array(kv_dtype), k_scale=None, v_scale=None),
         device=device_facts("tpu"),
     )  # fmt: skip
     tile = tuning.tile_for(dispatch.load("ragged_paged_attention", "pallas"), call, {})

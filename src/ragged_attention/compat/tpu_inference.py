@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from ragged_attention.calls import FLOATS, QUANTIZED, dtype_name, expect_bool, is_array, is_number
 from ragged_attention.calls.fields import INT32, expect_array, is_integer
-from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, run, widened
+from ragged_attention.compat.jax_arguments import even, expect_number_or_none, held_as_int32, run, scales_of, widened
 from ragged_attention.compat.names import named_as
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.jax._lower import to_jax
@@ -210,7 +210,7 @@ def _attend(
         q if dtype_name(q) in FLOATS else q.astype(jnp.bfloat16), cache_kv.reshape(pages, groups * packing, 1, width)
     )
     rounded_by_kernel = v_scale is None and dtype_name(q) == dtype_name(ql_nope)
-    arguments = settings | {
+    arguments = settings | scales_of(cache, kv_scale=None) | {
         "q": q, "kv_cache": cache, "new_kv": new[:, None].astype(q.dtype), "kv_lens": kv_lens,
         "page_indices": page_indices.reshape(len(kv_lens), -1), "cu_q_lens": cu_q_lens, "num_seqs": distribution[2:],
         "d_v": _padded(ql_nope.shape[2]), "cache_format": "plain",

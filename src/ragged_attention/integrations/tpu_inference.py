@@ -247,9 +247,11 @@ def _attend(
         return jnp.pad(rows, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - rows.shape[-1])))
 
     # The new rows are already divided by their scales, and `k_scale=` would divide them again. So the scales go into
-    # sm_scale and into the result. `dtype` represents every value of an 8-bit cache.
+    # sm_scale and into the result, and int8 pages have scales of 1. `dtype` represents every value of an 8-bit cache.
     kv_lens, block_tables, cu_q_lens, distribution = tables
     settings = settings | {"num_seqs": distribution[2:], "sinks": sinks}
+    if kv_cache.dtype == jnp.int8:
+        settings |= {"k_scale": 1.0, "v_scale": 1.0}
     given = padded(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
     if new_kv is None:
         out = ragged_paged_attention(*given, **settings)

@@ -31,10 +31,10 @@ class HeadsFirst(FrontEnd[Array, Memory]):
 
         Args:
             q: [S, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
-            k_pages, v_pages: [K, P, G, D] each, of q's dtype, float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or int8. Or
-                quantised: a pair `(weight, scales)` each, an 8-bit array [K, P, G, D] and f32 [K, P, G, 1], which stand
-                for weight * scales; or jax's `QuantizedTensor`, which stands for weight * scales / 127.5. In torch any
-                strides are accepted if the last one is 1.
+            k_pages, v_pages: [K, P, G, D] each, of q's dtype, float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz. Or
+                quantised: a pair `(weight, scales)` each, an array [K, P, G, D] of int8 or 8-bit floats and f32 [K, P,
+                G, 1], which stand for weight * scales; or jax's `QuantizedTensor`, which stands for weight * scales /
+                127.5. In torch any strides are accepted if the last one is 1.
             lengths: i32 [S], the number of positions of each sequence in the cache.
             page_indices: i32 [S, M], as in `ragged_paged_attention`.
             sm_scale: factor on q . k; default `D ** -0.5`.

@@ -63,7 +63,8 @@ class KvRows(FrontEnd[Array, Memory]):
                 pages hold keys in `kv_pages[:, :, 0::2]` and values in `kv_pages[:, :, 1::2]`.
             scales: the scales of the rows, as `quantize_kv` returns them; None for codes without scales. The format
                 follows from the dtypes and shapes, as in `ragged_paged_attention`.
-            scale: the `k_scale` or `v_scale` of the cache, a number or an array [] or [K].
+            scale: the `k_scale` or `v_scale` of the cache, a number or an array [] or [K]. The default is 1, except for
+                int8 codes without `scales`, which need it.
             dtype: the dtype of the result, "float32", "float16" or "bfloat16", or the framework's dtype of that name.
             backend, options: as in `ragged_paged_attention`.
 

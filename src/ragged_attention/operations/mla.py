@@ -378,7 +378,8 @@ class Latent(FrontEnd[Array, Memory]):
             slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`.
             kv_scale: the scale of a plain cache: the stored value is `kv / kv_scale`, computed in float32, rounded to
                 nearest even and, in an 8-bit cache, saturated at the format's largest finite value; a float, or an
-                array [] or [K]; None is 1. Small scales are treated as by `write_kv_pages`.
+                array [] or [K]. The default is 1, also for 8-bit floats; an int8 cache needs a scale. Small scales are
+                treated as by `write_kv_pages`.
             rope_scale, d_v: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the
                 same forms; default `kv_scale`. `d_v` goes with `rope_scale` alone.
             power_of_two_scales: as in `quantize_mla_cache`. The default is True, because `fp8_v4` and `fp8_v41` can

@@ -158,7 +158,8 @@ class Paged(FrontEnd[Array, Memory]):
                 rounded again.
             k_scale, v_scale: the scales of cached keys and values, whose true values are value * scale: a float, or an
                 array [] or [K]; `new_kv` is written with them as by `write_kv_pages`. An array of three or more axes
-                stands for scale pages.
+                stands for scale pages. Without scales, float pages, also those of 8-bit floats, have a scale of 1. int8
+                pages of K or V need a scale or scale pages.
             k_scale_pages, v_scale_pages: the scales that are stored with the rows of K and V, n of them for each
                 position and KV head: [P, G, K, n], or [P, G, K] if n is 1. In torch any strides are accepted, so they
                 may be views into the pages. Dtypes and n say the format:
@@ -303,7 +304,8 @@ class Paged(FrontEnd[Array, Memory]):
                 smallest normal float32, or an array [] or [K]. In an array a smaller number counts as 0 of its sign: a
                 quotient by it saturates (in float pages it is infinite), or is NaN if k is 0 as well. int8 pages store
                 NaN as 0, and float8_e4m3fnuz pages store -0 as 0. On devices that flush subnormal numbers, as XLA does,
-                those in k and v count as 0 too.
+                those in k and v count as 0 too. The default is 1, except for int8 pages, which need a scale or scale
+                pages unless k and v are int8 too.
             k_scale_pages, v_scale_pages: the scale pages of the attention, which are written too. Each row, or block of
                 its columns, gets a scale of its own. All steps are in float32; x is a row divided by `k_scale`, and
                 `amax` its largest magnitude (of a block, if scales belong to blocks):

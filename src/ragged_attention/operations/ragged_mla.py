@@ -102,7 +102,8 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             causal, sliding_window, soft_cap, sinks, q_scale, return_lse, return_max_logits: as in
                 `ragged_paged_attention`.
             kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
-                [1]; None is 1, also for an 8-bit cache. `new_kv` is written with it as by `write_mla_cache`.
+                [1]. The default is 1, also for 8-bit floats; an int8 cache needs a scale. `new_kv` is written with it
+                as by `write_mla_cache`.
             rope_scale: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the same
                 forms; default `kv_scale`.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into

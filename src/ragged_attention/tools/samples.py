@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 from ragged_attention.calls import CACHE_FORMATS, CALLS, QUANTIZED, Call, Device
 from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.calls.cache_formats import SCALED_FORMATS, KvFormat, element_of
-from ragged_attention.calls.fields import ArrayKind
+from ragged_attention.calls.fields import INT8, ArrayKind
 from ragged_attention.calls.indexer import SCALE_BYTES
 from ragged_attention.errors import InvalidInput
 from ragged_attention.tools.gpus import ARCHITECTURES, GPUS, multiprocessors_of, unknown_device, why_too_old
@@ -175,6 +175,7 @@ class Sample(AnySample):
             shape = (self.num_pages, self.page_size, self.num_kv_heads, self.form.scales_of_row(self.head_dim))
             scales = FakeArray(shape, self.form.scales)
         shape = (self.num_kv_heads, self.num_pages, self.page_size)
+        scale = 1.0 if self.scale is None and scales is None and self.stored == INT8 else self.scale
         heads_first: Any = FakeArray((*shape, self.head_dim), self.stored)
         if self.stored in QUANTIZED:  # with scales
             heads_first = (heads_first, FakeArray((*shape, 1), "float32"))
@@ -192,8 +193,8 @@ class Sample(AnySample):
             "k_pages": heads_first,
             "v_pages": heads_first,
             "length": FakeArray((1,), "int32"),
-            "k_scale": self.scale,
-            "v_scale": self.scale,
+            "k_scale": scale,
+            "v_scale": scale,
             "k_scale_pages": scales,
             "v_scale_pages": scales,
             "draft_mask": self.draft is not None,
@@ -282,6 +283,7 @@ class LatentSample(AnySample):
             "positions": FakeArray((seqs, self.num_q_tokens, self.topk), "int32"), "sparse": self.topk > 0,
             "num_parts": 132, "slot_mapping": True, "indices": self.topk > 0, "extra_indices": self.extra_topk > 0,
             "extra_lens": self.extra_topk > 0, "key_ranges": ranges_of(self),
+            "kv_scale": 1.0 if self.stored == INT8 else None,
         }  # fmt: skip
         if operation == "attention_target":
             count = math.prod(self._rows().shape[:2])  # of pages and positions, or of rows with one KV head

@@ -143,7 +143,8 @@ def append_paged_kv_cache(
     pages = pages_of(paged_kv_cache, kv_layout)
     slots = _slots(batch_indices, positions, kv_indices, kv_indptr, pages[0].shape[1])
     with named_as(KV_NAMES):
-        write_kv_pages(append_key, append_value, pages, slots)
+        k_scale, v_scale = (1.0 if array.dtype == torch.int8 else None for array in pages)
+        write_kv_pages(append_key, append_value, pages, slots, k_scale=k_scale, v_scale=v_scale)
 
 
 def nvfp4_quantize_append_paged_kv_cache(
@@ -248,7 +249,8 @@ def append_paged_mla_kv_cache(
         if cache is not None:
             slots = _slots(batch_indices, positions, kv_indices, kv_indptr, cache.shape[1])
             with named_as({"kv": row_name, "cache": name}):
-                write_mla_cache(rows, cache.unsqueeze(2), slots)
+                scale = 1.0 if cache.dtype == torch.int8 else None
+                write_mla_cache(rows, cache.unsqueeze(2), slots, kv_scale=scale)
 
 
 def _slots(

@@ -111,7 +111,7 @@ class PagedSpec:
     """The parameters of a `paged_attention` call, as a ragged call with one query for each sequence."""
 
     spec: Spec
-    scaled: bool = True  # whether 8-bit pages come with scales
+    scaled: bool = True  # whether 8-bit pages come with scales; without, those of int8 pages are 1
 
     def ragged(self) -> Batch:
         """The ragged batch with the same numbers, without the pages' scales."""
@@ -162,7 +162,9 @@ def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
     rng = np.random.default_rng(spec.seed + 1)
     k_pages, v_pages = (np.ascontiguousarray(np.moveaxis(pages, 2, 0)) for pages in split(batch.kv_pages))
     pages: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
-    if scaled and batch.quantized:
+    if not scaled and batch.cache_dtype == "int8":
+        pages = {name: (array, np.ones((*array.shape[:3], 1), np.float32)) for name, array in pages.items()}
+    elif scaled and batch.quantized:
         size = 1 / 40 if batch.cache_dtype == "int8" else 1.0  # int8 uses its whole range
         unread = ~np.moveaxis(batch.read_slots(), 2, 0)[..., None]
         poison = {"nan": np.nan, "inf": np.inf}.get(spec.poison or "", 1.0)

@@ -236,7 +236,7 @@ class LatentWriteSpec:
             cache=cache,
             slot_mapping=slots.astype(self.slots),
             cache_layout=latents.layout_of(self.format),
-            kv_scale=self._scale(rng, self.scale) if plain else None,
+            kv_scale=self._kv_scale(rng) if plain else None,
             rope_scale=self._scale(rng, self.rope) if plain else None,
             d_v=(width // 3 * 2 if self.d_v is None else self.d_v) if plain and self.rope else None,
             power_of_two_scales=self.power_of_two_scales,
@@ -244,6 +244,10 @@ class LatentWriteSpec:
             cache_dtype=(self.stored or self.dtype) if plain else self.cache_dtype,
             strided=self.strided,
         )
+
+    def _kv_scale(self, rng: np.random.Generator) -> Any:
+        """The scale of the rows, which an int8 cache needs."""
+        return 1.0 if self.scale is None and self.stored == "int8" else self._scale(rng, self.scale)
 
     def _scale(self, rng: np.random.Generator, scale: str | None) -> Any:
         if scale in (None, "power"):

@@ -332,7 +332,7 @@ def _special_int8() -> WriteBatch:
     write = write_batch(Spec(lens=((2, 2),), cache_dtype="int8"))
     k = write.k.copy()
     k[:, 0, :10] = [0.5, 1.5, 2.5, -0.5, -1.5, 127.5, -128.5, 1e9, -np.inf, np.inf]
-    return write.change(k=k, k_scale=None, slot_mapping=np.array([3, 1], np.int64))
+    return write.change(k=k, k_scale=1.0, slot_mapping=np.array([3, 1], np.int64))
 
 
 def _extreme_slots() -> WriteBatch:

@@ -499,8 +499,8 @@ class Spec:
             sinks=sinks_of(rng, heads, self.sinks),
             alibi_slopes=slopes_of(rng, heads, self.alibi),
             relative_bias=bias_table(rng, len(q), heads, self.bias),
-            k_scale=self._scale(rng, cache_dtype),
-            v_scale=self._scale(rng, cache_dtype),
+            k_scale=self._scale(rng, cache_dtype, 0),
+            v_scale=self._scale(rng, cache_dtype, 1),
             draft_mask=None if self.draft is None or self.ranges else rng.random((len(q), self.draft)) < 0.5,
             q_scale=scale_of(rng, self.q_scales, heads),
             out_dtype=self.out_dtype,
@@ -563,10 +563,11 @@ class Spec:
             scales = formats.any_scales(rng, scales.shape, form)
         return pages, scales if scales.dtype == np.uint8 else scales.astype(np.float32)
 
-    def _scale(self, rng: np.random.Generator, cache_dtype: str) -> Any:
+    def _scale(self, rng: np.random.Generator, cache_dtype: str, side: int) -> Any:
+        """The scale of K, side 0, or of V, side 1. int8 pages without scale pages need one."""
         size = 1 / 40 if cache_dtype == "int8" else 1.0
         scale = scale_of(rng, self.scales, self.num_kv_heads, size)
-        return size if scale is None and cache_dtype == "int8" else scale
+        return size if scale is None and (self.stored or (cache_dtype,) * 2)[side] == "int8" else scale
 
 
 def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float = 1.0) -> Any:
