@@ -14,7 +14,7 @@ import pytest
 
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.mla_decode import mla_decode
-from ragged_attention.testing import judge
+from ragged_attention.testing import Spec, arguments_of, judge
 from ragged_attention.testing.diagnosis.numbers import RESCALE
 from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
@@ -143,6 +143,35 @@ def test_a_table_that_is_read_one_entry_late_is_named() -> None:
     assert "Spec(lens=((1, 1),)" in failure.batch
     assert failure.causes[0].startswith("the next page is read in place of a page")
     assert "multiple of" not in str(report)
+
+
+def test_a_last_axis_that_must_be_contiguous_is_named() -> None:
+    """The cause names the argument whose strides a kernel ignores, and its arrays can be made again."""
+    torch = pytest.importorskip("torch")
+
+    def decode_by_pointers(q, kv_pages, kv_lens, page_indices):
+        dense = torch.empty(q.shape, device="meta").stride()
+        arrays = [q.as_strided(q.shape, dense), *kv_pages, kv_lens, page_indices]
+        q, k_pages, v_pages, *tables = (array.float().numpy() for array in arrays)
+        out = decode(q, (k_pages, v_pages), *(table.astype(np.int32) for table in tables))
+        return torch.from_numpy(out)
+
+    limits: dict[str, Any] = {"decode_only": True, "declines": [*UNPROMISED, "combined pages", "other value sizes"]}
+    report = judge(
+        decode_by_pointers, framework="torch", dtypes=["bfloat16"], examples=40, only="attention without lse", **limits
+    )
+    (failure,) = report.failures
+    assert failure.causes[0] == "it fails only if q's last axis is not contiguous"
+    assert "strided=True" in failure.batch
+    assert "ragged_attention.testing.arguments_of(Spec(...), 'torch')" in str(report)
+    spec = eval(failure.batch, {"Spec": Spec})
+    got = arguments_of(spec, "torch")
+    assert {*got} >= {"q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens"}
+    assert "sliding_window" not in got
+    assert got["q"].dtype == torch.bfloat16
+    assert got["q"].stride()[-1] == 2
+    contiguous = arguments_of(spec)["q"].astype(np.float32)
+    assert np.array_equal(got["q"].float().numpy(), contiguous)
 
 
 def test_causes_that_differ_in_a_block_size_are_one_line() -> None:

@@ -12,6 +12,7 @@ suite on a backend. These are its parts, for use in your own tests:
     LAWS, HEADS_FIRST_LAWS, MLA_LAWS       properties that hold without a reference result
     VARLEN_LAWS, SPARSE_GRADIENT_LAWS      such properties of packed sequences and of gradients
     judge                                  tests a plain function or a command and returns a report
+    arguments_of                           what such a function gets for a batch: arrays of its framework
     runner_for                             a backend, called through the torch or the jax front end
     guarded                                a copy of an array that ends where readable memory ends
 

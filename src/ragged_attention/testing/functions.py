@@ -208,6 +208,25 @@ def record_of(operation: str, arguments: Mapping[str, Any]) -> Any:
     return cls.unchecked(**{**cls.DEFAULTS, **arguments}, device=NOWHERE)
 
 
+def arguments_of(spec: Any, framework: str = "numpy", device: str | None = None) -> dict[str, Any]:
+    """The arrays and numbers that a function under test gets for a spec such as `Spec(...)`, by argument name.
+
+    Arrays have the dtypes and strides of the call: torch tensors are views with gaps if the spec has `strided=True`.
+    Arguments at their default are left out. `framework` and `device` are those of `judge`.
+    """
+    batch = spec.build()
+    runner = FunctionRunner(
+        framework=framework, backend="", device=device, functions={}, why_not=lambda operation, record: None
+    )
+    defaults = CALLS[batch.OPERATION].DEFAULTS if hasattr(batch, "OPERATION") else {}
+    arguments = {name: value for name, value in batch.arguments().items() if value is not None}
+    return {
+        name: runner._bring(batch, name, value)
+        for name, value in arguments.items()
+        if name not in defaults or isinstance(value, np.ndarray | tuple) or value != defaults[name]
+    }
+
+
 def q_lens_of(record: Any) -> NDArray[np.int64]:
     """The number of queries of each live sequence."""
     count = getattr(record, "num_seqs", None)

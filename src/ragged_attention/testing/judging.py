@@ -230,6 +230,7 @@ class Report:
     name: str
     verdicts: tuple[Verdict, ...]  # one for each check of the given operations
     left_out: Mapping[str, str]  # kinds of checks that were not run, each with the reason
+    framework: str = "numpy"  # of the arrays that the function got
 
     @property
     def failures(self) -> tuple[Verdict, ...]:
@@ -263,6 +264,9 @@ class Report:
                 lines += [f"FAILED  {failure.check}", *(f"  {line}" for line in failure.message.splitlines())]
                 lines += [f"  smallest batch: {failure.batch}"] if failure.batch else []
                 lines += [f"  likely causes: {'; '.join(merged(failure.causes))}"] if failure.causes[1:] else []
+        if any(failure.batch for failure in self.failures):
+            gets = f"arguments_of(Spec(...), {self.framework!r})"
+            lines += ["", f"The arguments that it got for a batch: ragged_attention.testing.{gets}"]
         return "\n".join(lines)
 
     def _by_kind(self) -> dict[str, list[Verdict]]:
@@ -365,7 +369,8 @@ def judge(
         "memory": "" if memory else "memory=True tests it",
         **dict.fromkeys(sorted(runner.not_returned), "the function does not return it"),
     }
-    return Report(name, tuple(judged), {what: reason for what, reason in left_out.items() if reason})
+    reasons = {what: reason for what, reason in left_out.items() if reason}
+    return Report(name, tuple(judged), reasons, framework)
 
 
 def _expect_known(

@@ -6,6 +6,7 @@ if reason := missing_tools():
     raise ImportError(f"ragged_attention.testing {reason}")
 
 from ragged_attention.testing.compare import agrees as agrees
+from ragged_attention.testing.functions import arguments_of as arguments_of
 from ragged_attention.testing.guarding import guarded as guarded
 from ragged_attention.testing.heads_first.specs import ChunkSpec as ChunkSpec
 from ragged_attention.testing.heads_first.specs import PagedSpec as PagedSpec

@@ -106,6 +106,7 @@ class Runner:
     device: str | None = None
     place: Callable[[NDArray[Any]], NDArray[Any]] = as_given  # allocates the memory of torch tensors on the host
     rounded_weights: bool = False  # whether softmax weights may be rounded to 16 bits
+    strided_only: frozenset[str] | None = None  # the arguments that may be views with gaps; None: all
 
     def __str__(self) -> str:
         return f"{self.framework}-{self.backend}"
@@ -233,7 +234,7 @@ class Runner:
         dtype = batch.dtype_of(name, value)
         if dtype in formats.FORMATS and value.dtype == np.float32:
             value = formats.stored(value, dtype)
-        strided = batch.strided  # type: ignore[attr-defined]
+        strided = batch.strided and (self.strided_only is None or name in self.strided_only)
         layout = batch.layout_of(name) if strided else ""
         array = self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
         return self.front.once(array, batch.alike[name]) if name in batch.alike else array

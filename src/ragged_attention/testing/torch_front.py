@@ -97,7 +97,7 @@ def take_back(tensor: torch.Tensor) -> NDArray[Any]:
 def careful() -> Iterator[None]:
     """A context in which torch fills new memory with NaN, so that unwritten outputs are noticed.
 
-    NumPy's floating-point warnings are suppressed, because a GPU gives none, but Triton's interpreter computes with NumPy.
+    NumPy's floating-point warnings are suppressed. Triton's interpreter computes with NumPy, but a GPU gives none.
     """
     before, only_warns = (
         torch.are_deterministic_algorithms_enabled(),

@@ -1,5 +1,6 @@
 """Evidence from results: which faulty computation gives them, and which changes of the input affect them."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ PAST = "it reads cache slots that no query sees, in listed pages: past the lengt
 UNSELECTED = "it reads rows that no list selects"
 UNSEEN = "it reads keys that no query sees: outside all sequences, or hidden by a mask"
 STRIDES = "it fails only if arguments have strides of 0"
+GAPS = "it fails only if arguments are views with gaps"
 RESCALE = (
     "sums are not rescaled if a later key has a larger logit: multiply the accumulator and the sum of weights by "
     "exp(old maximum - new maximum)"
@@ -50,6 +52,9 @@ LARGE = 3.0  # a logit that exceeds those of the other keys, but leaves them wei
 def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterator[str]:
     """Likely causes of wrong results on a batch, from its first variant that fails; variants without NaN come first."""
     if (form := form_of(batch)) is None:
+        return
+    if batch.strided and (gaps := of_gaps(runner, batch, options)):
+        yield gaps
         return
     clean = finite_queries(with_other_values(batch, form, ~form.read()))
     batches = [clean, batch]
@@ -81,6 +86,23 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
                     yield from of_unseen(runner, each, form, options)
                     yield from of_order(runner, each, form, options)
             return
+
+
+def of_gaps(runner: Runner, batch: Any, options: Mapping[str, Any]) -> str | None:
+    """The cause, if results are wrong only for views with gaps: it names the arguments that must not be such views."""
+
+    def is_right_if_strided(names: frozenset[str] | None) -> bool:
+        return is_right(dataclasses.replace(runner, strided_only=names), batch, options)
+
+    if is_right_if_strided(None) or not is_right_if_strided(frozenset()):
+        return None
+    arrays = [name for name, value in batch.arguments().items() if isinstance(value, np.ndarray | tuple)]
+    wrong = [name for name in arrays if not is_right_if_strided(frozenset({name}))]
+    texts = [
+        f"{name}'s last axis is not contiguous" if batch.layout_of(name) == "rows" else f"{name} has gaps between rows"
+        for name in wrong
+    ]
+    return f"it fails only if {' or '.join(texts)}" if texts else GAPS
 
 
 def nearly(got: Results, want: Results, batch: Any) -> bool:
