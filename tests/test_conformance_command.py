@@ -9,7 +9,7 @@ import pytest
 
 from ragged_attention import dispatch
 from ragged_attention.errors import InvalidInput, how_to_install
-from ragged_attention.testing import conformance, environment, reporting
+from ragged_attention.testing import conformance, environment, progress, reporting
 from ragged_attention.testing.verdicts import Verdict
 from ragged_attention.tools import cli
 from tests import partial_backend
@@ -56,7 +56,7 @@ def test_a_failure_is_told_in_full(judge: Judge, capsys: pytest.CaptureFixture[s
 def test_a_pipe_gets_lines_of_progress(
     judge: Judge, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conformance, "SAID_EVERY", -1.0)
+    monkeypatch.setattr(progress, "SAID_EVERY", -1.0)
     assert judge("", "--only", "law: p") == 0
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("[0/")

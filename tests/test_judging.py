@@ -14,7 +14,7 @@ import pytest
 
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.mla_decode import mla_decode
-from ragged_attention.testing import Spec, arguments_of, judge
+from ragged_attention.testing import Spec, arguments_of, judge, progress
 from ragged_attention.testing.diagnosis.numbers import RESCALE
 from ragged_attention.testing.functions import Command
 from ragged_attention.testing.indexer.specs import IndexerSpec
@@ -180,6 +180,23 @@ def test_causes_that_differ_in_a_block_size_are_one_line() -> None:
     assert merged([dropped[0], zeros, *dropped[1:], "x"]) == [
         "the last keys are dropped, after a multiple of 4, 8 or 16", zeros, "x",
     ]  # fmt: skip
+
+
+def test_progress_is_shown_except_under_pytest(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SAID_EVERY", -1.0)
+    limits: dict[str, Any] = {"only": "corner: merge, one part", "examples": 1}
+    given = {"merge_attention_states": lambda outs, lses: (outs[0], lses[0])}
+    judge(given, **limits)
+    assert not capsys.readouterr().err
+    judge(given, progress=True, **limits)
+    assert capsys.readouterr().err.startswith("[0/2] merge_attention_states  corner: merge, one part\n")
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    judge(given, **limits)
+    assert capsys.readouterr().err
+    judge(given, progress=False, **limits)
+    assert not capsys.readouterr().err
 
 
 def test_a_drawn_failure_prints_its_structure() -> None:

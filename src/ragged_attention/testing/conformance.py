@@ -7,8 +7,6 @@ from torch, it runs under two schedules.
 
 import argparse
 import dataclasses
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ragged_attention.errors import InvalidInput
-from ragged_attention.testing import environment, reporting
+from ragged_attention.testing import environment, progress, reporting
 from ragged_attention.testing.verdicts import Verdict
 from ragged_attention.tools.arguments import Parser, at_least
 
@@ -28,7 +26,6 @@ EMULATED = (
 )
 COMPILED = "No GPU is used: the kernels are compiled for one, and an emulator runs and watches their PTX."
 
-SAID_EVERY = 10.0  # seconds between two lines of progress if the output is no terminal
 PASSED, FAILED, NOTHING = 0, 1, 2
 EXIT_STATUS = """\
 exit status:
@@ -137,23 +134,21 @@ def _chosen(only: str) -> list[Any]:
 def _judge(console: Console, runner: object, checks: Sequence[Any], options: argparse.Namespace) -> list[Verdict]:
     lines: list[Verdict] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    said = time.monotonic()
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(str(runner), total=len(checks))
+    piped = progress.Progress(len(checks))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(str(runner), total=len(checks))
 
         def begin(check: object) -> None:
-            nonlocal said
-            progress.update(task, description=f"{runner}  {str(check)[:60]:60}")
-            if not console.is_terminal and time.monotonic() - said > SAID_EVERY:  # a pipe shows no progress bar
-                sys.stderr.write(f"[{len(lines)}/{len(checks)}] {runner}  {check}\n")
-                said = time.monotonic()
+            bar.update(task, description=f"{runner}  {str(check)[:60]:60}")
+            if not console.is_terminal:  # a pipe shows no progress bar
+                piped.say(len(lines), f"{runner}  {check}")
 
         begin(checks[0] if checks else "")
         for index, line in enumerate(_verdicts(runner, checks, options.examples), 1):
             lines.append(line)
             if options.fail_fast and line.result == "FAILED":
                 break
-            progress.advance(task)
+            bar.advance(task)
             begin(checks[index] if index < len(checks) else "")
     return lines
 

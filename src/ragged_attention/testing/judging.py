@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import os
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from ragged_attention.testing.functions import Command, FunctionRunner, position
 from ragged_attention.testing.guarding import guarded
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.paged.specs import Arrays
+from ragged_attention.testing.progress import Progress
 from ragged_attention.testing.reporting import grouped, merged, untested
 from ragged_attention.testing.runner import FRAMEWORKS, Absent, Declined, Runner
 from ragged_attention.testing.suite import checks
@@ -296,6 +298,7 @@ def judge(
     examples: int | None = None,
     only: str = "",
     timeout: float = 60.0,
+    progress: bool | None = None,
 ) -> Report:
     """Test a function, a mapping of operations to functions, or a command with the suite, and return a report.
 
@@ -330,6 +333,7 @@ def judge(
         examples: the number of batches drawn for each check (default: by HYPOTHESIS_PROFILE, or 25 if it is unset).
         only: run only checks whose name contains this text, such as `law: `.
         timeout: the time limit of a command for one batch, in seconds.
+        progress: whether to write a line to standard error every 10 seconds (default: yes, except under pytest).
 
     Raises InvalidInput for an unknown name, and for a command that cannot be run.
     """
@@ -355,12 +359,9 @@ def judge(
     if not selected_checks:
         raise InvalidInput(f"expected only to be a part of a check's name, such as 'corner: ' or 'law: ', got {only!r}")
     absent: set[str] = set()
-    verdicts = [
-        verdict_of(where, _noting(check, absent), examples or examples_of())
-        for check in selected_checks
-        if (memory or check.kind != "memory") and _concerns(runner, check)
-        for where in (_guarded(runner) if check.kind == "memory" else (runner,))
-    ]
+    under_pytest = "PYTEST_CURRENT_TEST" in os.environ
+    shown = Progress(len(selected_checks)) if (not under_pytest if progress is None else progress) else None
+    verdicts = list(_verdicts(runner, selected_checks, examples or examples_of(), memory, absent, shown))
     judged = [each for each in verdicts if each.check not in absent and each.message != IDLE]
     left_out = {
         "every path": "a function has no options",
@@ -371,6 +372,19 @@ def judge(
     }
     reasons = {what: reason for what, reason in left_out.items() if reason}
     return Report(name, tuple(judged), reasons, framework)
+
+
+def _verdicts(
+    runner: FunctionRunner, selected: Sequence[Check], examples: int, memory: bool, absent: set[str],
+    progress: Progress | None,
+) -> Iterator[Verdict]:  # fmt: skip
+    """The verdicts of the checks that concern the runner, and their names in `absent` if they lack an operation."""
+    for done, check in enumerate(selected):
+        if progress:
+            progress.say(done, f"{runner.backend}  {check}")
+        if (memory or check.kind != "memory") and _concerns(runner, check):
+            for where in _guarded(runner) if check.kind == "memory" else (runner,):
+                yield verdict_of(where, _noting(check, absent), examples)
 
 
 def _expect_known(
