@@ -33,7 +33,7 @@ GPUS = {
 }
 # GPUs that are too old for the Triton and CUDA kernels, by name.
 OLD_GPUS = {"t4": "sm_75", "rtx2080ti": "sm_75", "v100": "sm_70", "p100": "sm_60"}
-# The devices on which kernels have passed checks. tests/test_cli.py compares them with the records of benchmarks/.
+# The devices on which kernels have passed checks. tests/test_cli.py compares them with benchmarks/results/.
 VERIFIED = ("NVIDIA H200",)
 NEVER = "not yet verified on hardware"
 STATUS = "What has run on which hardware: docs/status.md"
