@@ -600,7 +600,7 @@ def speed() -> drawing.Drawing:
         f"{record['date']}.",
     )
     left, top, width, height = LEFT + 90.0, 62.0, WIDTH - 110.0, 24.0
-    drawn.text(10, 20, "Attention on a CPU: the other library's time divided by ours (above 1, ours is faster)", "head")
+    drawn.text(10, 20, "Attention on a CPU: time of others divided by ours", "head")
     drawn.legend(left, 40, [(kind, titles[peer]) for kind, peer in peers.items()])
     powers = [math.log2(case["ratios"][peer]) for case in cases for peer in peers.values() if peer in case["ratios"]]
     least, most = math.floor(min(0.0, *powers)), math.ceil(2 * max(powers)) / 2
