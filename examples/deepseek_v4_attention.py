@@ -227,7 +227,7 @@ def dense(
 
 
 class Check:
-    """Checks of selections and results against dense attention under masks, with the largest errors."""
+    """Checks selections against logits in float64 and results against dense attention; keeps the largest errors."""
 
     def __init__(self, layer: Layer, cache: Cache, window: int) -> None:
         self.layer, self.exact, self.cache, self.window = layer, layer.double(), cache, window

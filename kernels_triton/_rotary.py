@@ -1,4 +1,4 @@
-"""The norm of a head and the rotary embedding, in float32."""
+"""The RMS normalisation of a head and its rotary embedding, in float32."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -22,7 +22,7 @@ from ragged_attention.kernels_triton._splits import Batch, find_rows, length_of
 from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
 
 MOST_TOKENS = 16  # the sums of the tokens' bits fit 31 bits
-SMALLEST = 32  # entries that a program sorts
+SMALLEST = 32  # the least number of entries that a program sorts, padding included
 MOST_ENTRIES = 2**15  # entries that one program can sort
 JOINED_ENTRIES = 2**12  # entries of lists that are joined, unless a single list has more
 

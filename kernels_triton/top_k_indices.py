@@ -66,8 +66,8 @@ def tile_for(call: Any, num_rows: int, columns: int) -> Tile:
     count, arch = call.device.num_multiprocessors, call.device.arch
     most_splits = math.isqrt(columns // call.top_k)
     splits = max(1, min(cdiv(2 * count, max(num_rows, 1)), most_splits, MAX_SPLITS))
-    # Four warps count faster, because each has more numbers. Eight or more fill a GPU that has few programs, and do not
-    # spill on GPUs on which four would.
+    # Four warps count faster, because each warp reads more numbers. Eight or more fill a GPU that has few programs, and
+    # do not spill on GPUs on which four would.
     if num_rows * splits >= 4 * count and (arch == "sm_90" or arch not in WGMMA):
         num_warps = 4
     else:

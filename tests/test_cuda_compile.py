@@ -661,12 +661,12 @@ def test_the_state_is_the_emulation_in_force(monkeypatch):
     assert kernels_cuda.state() is None
     with kernels_cuda.emulating():
         assert kernels_cuda.state() == "emulated.so"
-        assert dispatch.state() != before_and_after()
+        assert dispatch.state() != state_in_another_thread()
     assert kernels_cuda.state() is None
 
 
-def before_and_after() -> object:
-    """The dispatch state of another thread, which is outside of the emulation."""
+def state_in_another_thread() -> object:
+    """The dispatch state in another thread, where the emulation is not in force."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(dispatch.state()))
     thread.start()

@@ -76,7 +76,7 @@ def test_a_compressed_row_is_seen_once_its_last_token_is(position: int, seen: in
 def test_a_full_table_has_room_for_tokens_without_a_row() -> None:
     """With a ratio of 2, a page of 2 rows holds 4 tokens, and a fifth token has no row yet.
 
-    Therefore the first of two queries is token 3, which sees both rows.
+    The two queries are the last two of five tokens, at positions 3 and 4, and both see both rows.
     """
     tables: dict[str, Any] = {"page_indices": ints([0]), "kv_lens": ints(5), "cu_q_lens": ints(0, 2)}
     logits = indexer_logits(np.ones((2, 1, 16)), np.ones((1, 2, 16)), np.ones((2, 1)), ratio=2, **tables)

@@ -458,7 +458,10 @@ F16 = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
 
 
 def nearest_bits(x: NDArray[np.float32], kind: str) -> NDArray[np.uint16]:
-    """The bits of x rounded to nearest even, by a search in a table that continues by one step above the largest."""
+    """The bits of x rounded to nearest even, by a search in a table of all numbers from 0 up.
+
+    In the table, the number one step above the largest finite one replaces infinity.
+    """
     table = (BF16 if kind == "bf16" else F16).copy()
     table[-1] = table[-2] + (table[-2] - table[-3])
     code = nearest(table, np.where(np.isnan(x), 0, np.minimum(np.abs(x), table[-1])))

@@ -214,9 +214,9 @@ def times(device_records: Sequence[Record]) -> str:
         lines += [f"Measured on one {name} with Triton {line['triton']} on {date(line)}, at commit",
                   f"{line['commit']}. Each number under a library is its time divided by ours: above 1, ours is",
                   "faster. The limit is the least time that the device's bandwidth and arithmetic allow. For fp8",
-                  "caches, FA3 and SDPA read a bfloat16 copy that was made beforehand. [All",
-                  "cases](docs/gpu_measured.md), and what that run could not time.", "",
-                  f"| case | ours, us | share of the limit | {' | '.join(columns)} |",
+                  "caches, FA3 and SDPA read a bfloat16 copy that was made beforehand. [One",
+                  "page](docs/gpu_measured.md) has all cases, and lists what that run could not time.", "",
+                  f"| case | ours, us | limit / ours | {' | '.join(columns)} |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
         lines += [_row(case, cases[case][1], columns) for case in QUICK if case in cases]
         lines.append("")

@@ -207,7 +207,7 @@ def another_dtype(operation: str, call: Any) -> bool:
 
 
 def other_scales(operation: str, call: Any) -> bool:
-    """Whether there are other scales than one for the queries and one for the cache, both of e4m3."""
+    """Whether e4m3 queries come without `kv_scale` or with several scales, or wider queries come with a `kv_scale`."""
     scaled = call.q.dtype.itemsize == 1
     return (call.kv_scale is not None) != scaled or (scaled and np.size(call.q_scale) != 1)
 

@@ -148,9 +148,9 @@ class VarlenAttention(VarlenCall):
         return tuple(self.named_results().values())
 
     def as_ragged(self) -> "RaggedPacked":
-        """This call as a call of ragged paged attention, each of whose pages has one key.
+        """This call as a call of ragged paged attention in which each key counts as a page.
 
-        Two of its arguments stand for others: `kv_lens` is `cu_kv_lens`, and there is no page table.
+        `kv_lens` holds `cu_kv_lens`. There is no page table.
         """
         values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
         given = {name: getattr(self, name) for name in self.argument_names() if name in values}

@@ -21,7 +21,7 @@ from ragged_attention.tools.arguments import Parser, nearest
 from ragged_attention.tools.build_cuda import shown
 
 BACKEND = "numba"
-REPEATED_AFTER = 0.1  # seconds
+REPEATED_AFTER = 0.1  # seconds after which a Ctrl-C that was ignored is sent again
 
 
 def main(argv: Sequence[str] | None = None) -> int:

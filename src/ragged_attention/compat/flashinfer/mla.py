@@ -61,7 +61,7 @@ class MLAPlanMetadata:
         seq_lens: torch.Tensor,
         max_q_len: int | None = None,
     ) -> "MLAPlanMetadata":
-        """A block table: int [batch_size + 1], [batch_size, max pages] and [batch_size]."""
+        """Tables with a block table: int [batch_size + 1], [batch_size, max pages] and [batch_size] in this order."""
         return cls(cum_seq_lens_q=cum_seq_lens_q, block_tables=block_tables, seq_lens=seq_lens, max_q_len=max_q_len)
 
     @classmethod

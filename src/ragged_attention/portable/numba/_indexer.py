@@ -107,7 +107,7 @@ def num_blocks(call):
 
 @compiled
 def block_of(call, seq, first, stop):
-    """The end of the block that begins at `first`, its range of keys, and the maximum number that one token sees."""
+    """The end of the block that begins at `first`, its range of keys, and the most keys that one token sees."""
     low, high = seen_by(call, seq, first, stop)
     longest, last = high - low, first + 1
     if call.candidate_block_size:

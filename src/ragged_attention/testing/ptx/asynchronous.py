@@ -170,7 +170,7 @@ def tensor_map(s: Statement) -> list[str]:
 
 
 def acquire_map(s: Statement) -> list[str]:
-    """fence.proxy.tensormap, which makes a map that was written on the device visible."""
+    """fence.proxy.tensormap, which makes visible a tensor map that was written on the device."""
     if not ACQUIRE.fullmatch(s.instruction.opcode) or int(s.operands[1], 0) != LAYOUT.itemsize:
         raise s.refused("an unknown fence")
     s.modifiers.clear()
