@@ -17,7 +17,7 @@ from ragged_attention.testing.indexer.key_specs import (
 )
 from ragged_attention.testing.indexer.specs import BYTES, E4M3, IndexerBatch, IndexerSpec, KeysBatch, TopkBatch
 from ragged_attention.testing.indexer.targets import TargetSpec
-from ragged_attention.testing.integers import garbage
+from ragged_attention.testing.integers import garbage, garbage_places
 from ragged_attention.testing.runner import Runner
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -78,20 +78,8 @@ def garbage_write(seed: int) -> WriteKeysBatch:
     rng = np.random.default_rng(seed)
     keys = QuantizeKeysSpec(rows=int(rng.integers(0, 7)), strided=bool(rng.random() < 0.3), seed=seed)
     batch = WriteKeysSpec(keys=keys, num_pages=int(rng.choice([0, 1, 3])), page_size=int(rng.choice([1, 3]))).build()
-    k, num_pages = np.nan_to_num(batch.k), len(batch.cache)
-    if rng.random() < 0.4:
-        seqs = int(rng.integers(1, 4))
-        return batch.change(
-            k=k,
-            slot_mapping=None,
-            page_indices=garbage(rng, (seqs, int(rng.integers(0, 4))), num_pages),
-            kv_lens=garbage(rng, (seqs,), 20),
-            cu_q_lens=garbage(rng, (seqs + 1,), len(k)),
-            num_seqs=garbage(rng, 1, seqs) if rng.random() < 0.5 else None,
-        )
-    slots = garbage(rng, (len(k),), num_pages * batch.cache.shape[1])
-    wild = slots.astype(np.int64) << 8 if rng.random() < 0.3 else slots
-    return batch.change(k=k, slot_mapping=wild)
+    places = garbage_places(rng, len(batch.k), *batch.cache.shape[:2])
+    return batch.change(k=np.nan_to_num(batch.k), **places)
 
 
 def garbage_select(seed: int) -> SelectBatch:

@@ -2,10 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ragged_attention.reference.write_kv_pages import slots_from_tables
 from ragged_attention.testing import formats
 from ragged_attention.testing.compare import identical
 from ragged_attention.testing.indexer.key_specs import WriteKeysBatch
@@ -18,17 +20,11 @@ MIXED = ((5, 5), (1, 37), (4, 21), (1, 9))  # prefill, decode, chunk, decode
 
 
 def slots_of(batch: IndexerBatch) -> NDArray[np.int32]:
-    """The slot of each row of queries, or -1: token i of a sequence has position `kv_len - q_len + i`."""
-    assert batch.page_indices is not None
-    assert batch.kv_lens is not None
+    """The slot of each row of queries, or -1."""
+    tables: Any = {name: getattr(batch, name) for name in TABLES}
     num_pages, page_size = batch.keys.shape[:2]
-    slots = np.full(len(batch.q), -1, np.int32)
-    for seq, (start, stop) in enumerate(batch.bounds()):
-        for row in range(start, stop):
-            position = int(batch.kv_lens[seq]) - (stop - row)
-            if position >= 0 and 0 <= (page := int(batch.page_indices[seq, position // page_size])) < num_pages:
-                slots[row] = page * page_size + position % page_size
-    return slots
+    slots = slots_from_tables(**tables, num_tokens=len(batch.q), num_pages=num_pages, page_size=page_size)
+    return slots.astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ragged_attention.testing.integers import garbage
+from ragged_attention.testing.integers import garbage, garbage_places
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.cache_specs import (
     LatentWriteBatch,
@@ -94,20 +94,8 @@ def garbage_write(seed: int) -> LatentWriteBatch:
         page_size=int(rng.choice([1, 3])), dtype=str(rng.choice(DTYPES)), strided=bool(rng.random() < 0.3), seed=seed,
     )  # fmt: skip
     batch = spec.build()
-    kv, num_pages = np.nan_to_num(batch.kv), len(batch.cache)
-    if rng.random() < 0.4:
-        seqs = int(rng.integers(1, 4))
-        return batch.change(
-            kv=kv,
-            slot_mapping=None,
-            page_indices=garbage(rng, (seqs, int(rng.integers(0, 4))), num_pages),
-            kv_lens=garbage(rng, (seqs,), 20),
-            cu_q_lens=garbage(rng, (seqs + 1,), len(kv)),
-            num_seqs=garbage(rng, 1, seqs) if rng.random() < 0.5 else None,
-        )
-    slots = garbage(rng, (len(kv),), num_pages * batch.cache.shape[1])
-    wild = slots.astype(np.int64) << 8 if rng.random() < 0.3 else slots
-    return batch.change(kv=kv, slot_mapping=wild)
+    places = garbage_places(rng, len(batch.kv), *batch.cache.shape[:2])
+    return batch.change(kv=np.nan_to_num(batch.kv), **places)
 
 
 def garbage_ragged(seed: int) -> RaggedLatentBatch:
