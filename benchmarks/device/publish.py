@@ -23,7 +23,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,21 +196,40 @@ def _summary(pairs: Collection[tuple[str, str]]) -> Iterator[str]:
         yield textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False)
 
 
-# ---- README.md
+# ---- times
+
+
+def _bench_lines(device_records: Sequence[Record]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield the device, case and line of each item that times a case."""
+    for record in device_records:
+        for (phase, case), line in record.items().items():
+            if phase in (BENCH, BENCH_ALONE) and case:
+                yield device(record), case, line
+
+
+def _timed(device_records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By device and case, the newest line that has times."""
+    lines: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(dict)
+    for name, case, line in _bench_lines(device_records):
+        if line.get("rows"):
+            lines[name][case] = line
+    return lines
+
+
+def _libraries(lines: Iterable[dict[str, Any]]) -> list[str]:
+    """The titles of the libraries that were timed in any of the lines."""
+    timed = {PEERS.get(row["who"]) for line in lines for row in line["rows"] if row.get("seconds")}
+    return [title for title in COLUMNS if title in timed]
 
 
 def times(device_records: Sequence[Record]) -> str:
     """The table of README.md: the newest times of the quick cases on each device."""
-    by_device: dict[str, dict[str, tuple[dict[str, Any], list[dict[str, Any]]]]] = collections.defaultdict(dict)
-    for record in device_records:
-        for (phase, case), line in record.items().items():
-            if phase in (BENCH, BENCH_ALONE) and case in QUICK and line.get("rows"):
-                by_device[device(record)][case] = line, line["rows"]
     lines = [] if any(ran(record) for record in device_records) else [NOTHING]
-    for name, cases in by_device.items():
-        line = next(iter(cases.values()))[0]
-        timed = {PEERS.get(row["who"]) for _, rows in cases.values() for row in rows if row.get("seconds")}
-        columns = [title for title in COLUMNS if title in timed]
+    for name, cases in _timed(device_records).items():
+        quick = {case: cases[case] for case in QUICK if case in cases}
+        if not quick:
+            continue
+        line, columns = next(line for case, line in cases.items() if case in quick), _libraries(quick.values())
         lines += [f"Measured on one {name} with Triton {line['triton']} on {date(line)}, at commit",
                   f"{line['commit']}. Each number under a library is its time divided by ours: above 1, ours is",
                   "faster. The limit is the least time that the device's bandwidth and arithmetic allow. For fp8",
@@ -218,45 +237,49 @@ def times(device_records: Sequence[Record]) -> str:
                   "page](docs/gpu_measured.md) has all cases, and lists what that run could not time.", "",
                   f"| case | ours, us | limit / ours | {' | '.join(columns)} |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
-        lines += [_row(case, cases[case][1], columns) for case in QUICK if case in cases]
-        lines.append("")
+        lines += [*(_row(case, line["rows"], columns) for case, line in quick.items()), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def all_times(device_records: Sequence[Record]) -> str:
     """The tables of docs/gpu_measured.md: every timed case on each device, and the reasons for missing times."""
-    by_device: dict[str, dict[str, list[dict[str, Any]]]] = collections.defaultdict(dict)
     failures: dict[str, dict[str, str]] = collections.defaultdict(dict)
-    for record in device_records:
-        for (phase, case), line in record.items().items():
-            if phase in (BENCH, BENCH_ALONE) and line.get("rows"):
-                by_device[device(record)][case] = line["rows"]
-            elif phase in (BENCH, BENCH_ALONE) and case and line["result"] not in DONE:
-                failures[device(record)][case] = line.get("message", line["result"]).splitlines()[0]
-    lines = [] if by_device else [NOTHING]
-    for name, cases in by_device.items():
-        timed = {PEERS.get(row["who"]) for rows in cases.values() for row in rows if row.get("seconds")}
-        columns = [title for title in COLUMNS if title in timed]
+    for name, case, line in _bench_lines(device_records):
+        if line["result"] not in DONE:
+            failures[name][case] = line.get("message", line["result"]).splitlines()[0]
+    timed = _timed(device_records)
+    lines = [] if timed else [NOTHING]
+    for name, cases in timed.items():
+        columns = _libraries(cases.values())
         lines += [f"## {name}", "", f"| case | Triton, us | CUDA, us | {', us | '.join(columns)}, us |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
-        reasons: dict[tuple[str, str], list[str]] = {}
-        for case, rows in sorted(cases.items()):
-            seconds = {row["who"]: row["seconds"] for row in rows if row.get("seconds")}
-            titles = {PEERS.get(who, who): f"{1e6 * time:.0f}" for who, time in seconds.items()}
-            cells = (titles.get(column, "") for column in ("triton", "cuda", *columns))
+        for case, line in sorted(cases.items()):
+            times = {_title(row): f"{1e6 * row['seconds']:.0f}" for row in line["rows"] if row.get("seconds")}
+            cells = (times.get(column, "") for column in ("triton", "cuda", *columns))
             lines.append(f"| `{case}` | {' | '.join(cells)} |")
-            for row in rows:
-                if reason := row.get("why"):
-                    who: str = row["who"]
-                    reasons.setdefault((PEERS.get(who, who), reason.partition(". ")[0]), []).append(case)
-        lines += ["", "Not timed:", ""]
-        for (who, reason), skipped in sorted(reasons.items()):
-            lines.append(f"- {who}, {len(skipped)} {'case' if len(skipped) == 1 else 'cases'}: {reason}")
-        lines += [f"- `{case}`: {reason}" for case, reason in sorted(failures[name].items()) if case not in cases]
-        unreached = [f"`{case}`" for case in QUICK if case not in cases and case not in failures[name]]
-        lines += [f"- {', '.join(unreached)}: the run ended before them"] if unreached else []
-        lines.append("")
+        lines += ["", "Not timed:", "", *_not_timed(cases, failures[name]), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _not_timed(cases: Mapping[str, dict[str, Any]], failures: Mapping[str, str]) -> Iterator[str]:
+    """Yield an item for each library and reason, for each failed case, and for the quick cases never reached."""
+    reasons = collections.Counter(
+        (_title(row), row["why"].partition(". ")[0])
+        for line in cases.values()
+        for row in line["rows"]
+        if row.get("why")
+    )
+    for (title, reason), count in sorted(reasons.items()):
+        yield f"- {title}, {count} {'case' if count == 1 else 'cases'}: {reason}"
+    for case, reason in sorted(failures.items()):
+        if case not in cases:
+            yield f"- `{case}`: {reason}"
+    if unreached := [f"`{case}`" for case in QUICK if case not in cases and case not in failures]:
+        yield f"- {', '.join(unreached)}: the run ended before them"
+
+
+def _title(row: Mapping[str, Any]) -> str:
+    return PEERS.get(row["who"], row["who"])
 
 
 def _row(case: str, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
