@@ -25,11 +25,10 @@ from benchmarks.compiled import fences, sass, sources
 from ragged_attention import dispatch
 from ragged_attention.calls import QUANTIZED, Call, dtype_name
 from ragged_attention.calls.base import shared_memory_of
-from ragged_attention.tools.gpus import MULTIPROCESSORS
 from ragged_attention.tools.recording import Launch
 from ragged_attention.tools.recording import record as record
 
-ARCHITECTURES = tuple(MULTIPROCESSORS)
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950")
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2} | dict.fromkeys(QUANTIZED, 1)
 
 POINTERS = {

@@ -4,10 +4,8 @@ from ragged_attention.calls import Device
 from ragged_attention.calls.base import SHARED_MEMORY
 from ragged_attention.tools.arguments import nearest
 
-# Multiprocessors of one GPU of each architecture: A100, RTX 3090, H200, B200, RTX PRO 6000, MI300X, MI355X.
-MULTIPROCESSORS = {"sm_80": 108, "sm_86": 82, "sm_90": 132, "sm_100": 148, "sm_120": 188, "gfx942": 304, "gfx950": 256}
 # GPUs that commands take by name: the architecture, the name that frameworks have for the device, and the number of
-# multiprocessors. Of an architecture that MULTIPROCESSORS lacks, the first GPU stands for all.
+# multiprocessors. The first GPU of an architecture stands for all of them.
 GPUS = {
     "a100": ("sm_80", "NVIDIA A100", 108),
     "rtx3090": ("sm_86", "NVIDIA GeForce RTX 3090", 82),
@@ -37,13 +35,12 @@ OLD_GPUS = {"t4": "sm_75", "rtx2080ti": "sm_75", "v100": "sm_70", "p100": "sm_60
 VERIFIED = ("NVIDIA H200",)
 NEVER = "not yet verified on hardware"
 STATUS = "What has run on which hardware: docs/status.md"
-ARCHITECTURES = tuple(dict.fromkeys((*MULTIPROCESSORS, *SHARED_MEMORY)))  # other GPUs, which commands take by these
+ARCHITECTURES = tuple(dict.fromkeys((*(arch for arch, *_ in GPUS.values()), *SHARED_MEMORY)))  # names of other GPUs
 
 
 def multiprocessors_of(arch: str) -> int:
     """The number of multiprocessors of one GPU of an architecture; 1 if no such GPU is known."""
-    counts = (count for each, _, count in GPUS.values() if each == arch)
-    return MULTIPROCESSORS.get(arch) or next(counts, 1)
+    return next((count for each, _, count in GPUS.values() if each == arch), 1)
 
 
 def why_too_old(name: str | None) -> str | None:
