@@ -185,7 +185,7 @@ def differentiate(tile, row, first, left, right, count, scale, soft_cap):
 
 @compiled
 def differentiate_own(tile, row, count, scale, soft_cap):
-    """`differentiate` for `count` keys in a list, all of which the row sees."""
+    """`differentiate` for a list of `count` keys, if the row sees all of them."""
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     alibi, table, d_table = float_at(tile.slopes, row), int_at(tile.tables, row), int_at(tile.d_tables, row)
     biased = table != 0 or alibi != 0
