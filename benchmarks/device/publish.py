@@ -279,7 +279,8 @@ def _not_timed(cases: Mapping[str, dict[str, Any]], failures: Mapping[str, str])
 
 
 def _title(row: Mapping[str, Any]) -> str:
-    return PEERS.get(row["who"], row["who"])
+    who: str = row["who"]
+    return PEERS.get(who, who)
 
 
 def _row(case: str, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
