@@ -194,8 +194,9 @@ def test_a_family_is_watched(family: str, kinds: set[str], own: set[str]) -> Non
 def test_images_change_what_is_compared() -> None:
     inputs = image_inputs(build("qwen2_vl", "images"))
     assert {"pixel_values", "image_grid_thw", "input_ids"} <= set(inputs)
-    with pytest.raises(NoForm, match="no images in a known form"):
+    with pytest.raises(NoForm, match="no images in a known form") as refusal:
         image_inputs(build("mamba", "causal"))
+    assert f"text only: {refusal.value} |" in page.PAGE.read_text()
 
 
 # ---- processes
