@@ -3,7 +3,7 @@
     python docs/badges.py build/tests.json [FOLDER]
 
 `make status` writes them to docs/pictures/badges/ from the record of a test run. Continuous integration writes
-the badges of its own run to build/badges/, where a host can find them.
+the badges of its own run to build/badges/, from where a web host can publish them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def badge(label: str, value: str, colour: str) -> str:
 
 
 def badges(record: Mapping[str, Any]) -> dict[str, str]:
-    """Each badge's SVG by its file name: the outcome of the tests, and facts from pyproject.toml."""
+    """The SVG of each badge by file name: the outcome of the tests, the Python versions and the license."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     tests = record["tests"]
     failed = tests.get("failed", 0) + tests.get("error", 0)

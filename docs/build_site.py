@@ -1,15 +1,15 @@
 """Build the documentation site in build/site and check all its links.
 
     python docs/build_site.py
-    python docs/build_site.py --version 0.2.0    # build/versions/0.2.0, beside the existing versions
+    python docs/build_site.py --version 0.2.0    # in build/versions/0.2.0, next to the existing versions
 
-The pages of docs/ link to files elsewhere in the repository. Those files become pages below repository/: Markdown as it
-is, code as a listing. So the site needs nothing from other places, and can be read from a disk.
+The pages of docs/ link to files elsewhere in the repository. Those files become pages under repository/: a Markdown
+file stays Markdown, and code becomes a listing. The site loads nothing from other hosts, so it can be read from disk.
 
-The search finds pages, but not listings or the changelog. On pages with measurements it only reads the introductions
-and headings. docs/site_search.py lists searches with the pages that they must find.
+The site's search finds pages, but not listings or the changelog. Of pages with measurements it indexes only the
+introductions and headings. docs/site_search.py lists searches with the pages that they must find.
 
-If pyproject.toml names the repository among its URLs, every page links to it.
+If the URLs in pyproject.toml include the repository, every page links to it.
 """
 
 import argparse
@@ -39,7 +39,7 @@ HTML_LINK = re.compile(r'\b(src|srcset|href)="([^"\s#]+)(#[^"\s]*)?"')
 LIST_ITEM = re.compile(r"\s*([-*+]|\d+\.)\s")
 COMMAND = re.compile(r"    (pip|python3?|make|git|cp|torchrun|vllm|ragged-attention|\.venv/bin/\S+|[A-Z_]+=\S+) ")
 NOT_SEARCHED = {Path("repository/CHANGELOG.md")}
-# Pages with generated tables and findings, whose numbers would hide the pages that explain.
+# Pages with generated tables and findings. If all their numbers were indexed, explanations would rank too low.
 SEARCHED_BY_HEADINGS = {
     f"{name}.html"
     for name in (
@@ -55,11 +55,11 @@ PAIR = re.compile(
 
 PICTURE = re.compile(r"!\[([^\]]*)\]\(([^)\s#]+\.svg)\)")
 DARK = re.compile(r"@media \(prefers-color-scheme: dark\) \{(.*)\}\n(?=</style>)", re.DOTALL)
-SCHEMES = {"light": "", "dark": r"\1\n"}  # what takes the place of the rule
+SCHEMES = {"light": "", "dark": r"\1\n"}  # the replacement for the rule that DARK matches
 
 
 def place(path: Path) -> Path:
-    """The place of a repository file among the site's sources, relative to them."""
+    """The path of a repository file in the folder of the site's sources, relative to this folder."""
     path = path.relative_to(DOCS) if path.is_relative_to(DOCS) else Path("repository") / path.relative_to(ROOT)
     if path.suffix in AS_IT_IS | {".md"}:
         return path
@@ -67,7 +67,7 @@ def place(path: Path) -> Path:
 
 
 def linked(path: Path, target: str) -> Path:
-    """The file to which a link in a page leads. For a folder it is its README."""
+    """The file to which a link in a page leads. A link to a folder leads to the README in it."""
     file = (path.parent / target).resolve()
     file = file / "README.md" if file.is_dir() else file
     if not file.is_file() or not file.is_relative_to(ROOT):
@@ -76,7 +76,7 @@ def linked(path: Path, target: str) -> Path:
 
 
 def page(path: Path) -> str:
-    """A file as Markdown, with links as in the repository."""
+    """A file as Markdown. Its links are still those of the repository."""
     if path.suffix == ".ipynb":
         return notebook(path)
     text = path.read_text()
@@ -114,7 +114,7 @@ def navigation() -> list[Path]:
 
 
 def stage(source: Path) -> list[Path]:
-    """Lay out the site's sources. Returns their paths relative to `source`."""
+    """Write the site's sources to the folder `source`. Returns their paths relative to it."""
     waiting = [path for path in sorted(DOCS.rglob("*")) if path.suffix in AS_IT_IS | {".md", ".ipynb"}]
     waiting += [ROOT / path.relative_to("repository") for path in navigation() if path.parts[0] == "repository"]
     placed: dict[Path, Path] = {}
@@ -139,9 +139,10 @@ def stage(source: Path) -> list[Path]:
 
 
 def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
-    """A page with links to places on the site, and the linked files.
+    """A page whose links lead to pages of the site, and the linked files.
 
-    A picture with a light and a dark version follows the site's switch. `<picture>` would only follow the system.
+    A picture with a light and a dark version follows the site's colour switch. `<picture>` would only follow the colour
+    scheme of the reader's system.
     """
     links: list[Path] = []
     text = PAIR.sub(r"![\2](\3#only-light) ![\2](\1#only-dark)", text)
@@ -168,26 +169,26 @@ def with_links(path: Path, text: str) -> tuple[str, list[Path]]:
         return f"]({to}{anchor})"
 
     def moved_html(link: re.Match) -> str:
-        # The generator renames pages in Markdown links, but not in HTML.
-        place = re.sub(r"\.md$", ".html", re.sub(r"\bREADME\.md$", "index.html", target(link[2])))
-        return f'{link[1]}="{place}{link[3] or ""}"'
+        # The generator changes .md to .html in Markdown links, but not in HTML.
+        path = re.sub(r"\.md$", ".html", re.sub(r"\bREADME\.md$", "index.html", target(link[2])))
+        return f'{link[1]}="{path}{link[3] or ""}"'
 
     lines = [line if is_code else HTML_LINK.sub(moved_html, LINK.sub(moved, line)) for line, is_code in lines_of(text)]
     return "".join(lines), links
 
 
 def follows_the_system(path: Path) -> bool:
-    """Whether a picture has the colours of both schemes, and a rule that selects them by the reader's system."""
+    """Whether a picture has light and dark colours, and a rule that selects them by the reader's system."""
     return path.suffix == ".svg" and bool(DARK.search(path.read_text()))
 
 
 def variant(path: Path, scheme: str) -> Path:
-    """The name of a picture in the colours of one scheme."""
+    """The path of the version of a picture in one colour scheme."""
     return path.with_name(f"{path.stem}-{scheme}.svg")
 
 
 def lines_of(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the lines of a page, each with whether it is code."""
+    """Yield each line of a page, and whether it is code."""
     fence = ""
     for line in text.splitlines(keepends=True):
         is_code = bool(fence) or line.startswith("    ")
@@ -235,13 +236,13 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> Iterator[str]:
-    """The broken links of a built site, and the resources that it would load from elsewhere."""
+    """The broken links of a built site, and the resources that it would load from other hosts."""
     pages = {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
-    for path, read in pages.items():
+    for path, content in pages.items():
         where = path.relative_to(site)
-        yield from (f"{where}: loads {link} from elsewhere" for link in read.loaded if urlsplit(link).netloc)
-        # The page for missing addresses can be requested at any depth, so its links are absolute.
-        for link in () if where.name == "404.html" else read.links + read.loaded:
+        yield from (f"{where}: loads {link} from elsewhere" for link in content.loaded if urlsplit(link).netloc)
+        # 404.html is served for missing addresses at any depth, so its links are absolute and not checked here.
+        for link in () if where.name == "404.html" else content.links + content.loaded:
             parts = urlsplit(link)
             if parts.scheme or parts.netloc:
                 continue
@@ -254,10 +255,12 @@ def faults(site: Path) -> Iterator[str]:
 
 
 def configured(config: str, urls: Mapping[str, str]) -> str:
-    """The configuration for the folder build/, with a link to the repository if pyproject.toml has its URL."""
-    moved = config.replace('"build/', '"').replace('"docs/', '"../docs/')
-    where = next((url for name, url in urls.items() if name.lower() in ("repository", "source")), "")
-    return moved.replace("[project]\n", f"[project]\nrepo_url = {json.dumps(where)}\n", 1) if where else moved
+    """The configuration with paths relative to build/, and with the repository's URL if pyproject.toml has it."""
+    relocated = config.replace('"build/', '"').replace('"docs/', '"../docs/')
+    repository = next((url for name, url in urls.items() if name.lower() in ("repository", "source")), "")
+    if not repository:
+        return relocated
+    return relocated.replace("[project]\n", f"[project]\nrepo_url = {json.dumps(repository)}\n", 1)
 
 
 def trimmed(index: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +277,7 @@ def trimmed(index: dict[str, Any]) -> dict[str, Any]:
 
 
 def built(site: Path) -> list[str]:
-    """Build the site and return its faults. By zensical.toml, the generator's own warnings are errors."""
+    """Build the site and return its faults. With `--strict`, the generator's own warnings are errors."""
     for folder in (SOURCE, SITE):
         shutil.rmtree(folder, ignore_errors=True)
     stage(SOURCE)
@@ -292,7 +295,7 @@ def built(site: Path) -> list[str]:
 
 
 def list_versions(folder: Path) -> None:
-    """Write the data of the version selector, with the newest version first, and a page that leads to the newest."""
+    """Write the data of the version selector, newest version first, and a page that redirects to the newest version."""
     versions = [path.name for path in folder.iterdir() if path.is_dir()]
     versions.sort(key=lambda name: [int(part) if part.isdecimal() else -1 for part in name.split(".")], reverse=True)
     listed = [{"version": name, "title": name, "aliases": ["latest"] * (name == versions[0])} for name in versions]
@@ -302,7 +305,7 @@ def list_versions(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make docs-site", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--version", help="build this version in build/versions, with a selector of versions")
+    parser.add_argument("--version", help="build this version in build/versions, with a version selector")
     version = parser.parse_args().version
     site = VERSIONS / version if version else SITE
     faults = built(site)

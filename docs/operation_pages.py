@@ -2,9 +2,9 @@
 
     python docs/operation_pages.py
 
-A page has an introduction and an example, written by hand. The generated part follows: the docstring, with the
-signature before the arguments, and the rows of docs/support.md about the operation. Nothing is imported, since
-functions are read as text.
+The introduction and the example of a page are written by hand. The generated part follows: the docstring, with the
+signature before the arguments, and the operation's rows of docs/support.md. The script imports no function, because it
+reads their source code.
 """
 
 import ast
@@ -33,13 +33,13 @@ CODE = re.compile(r"(`[^`]+`)")
 @functools.cache
 def functions() -> dict[str, tuple[str, ast.FunctionDef]]:
     """The public functions of both front ends by name, each with the path of its file."""
-    found: dict[str, tuple[str, ast.FunctionDef]] = {}
+    by_name: dict[str, tuple[str, ast.FunctionDef]] = {}
     for path in sorted((SOURCE / "operations").glob("*.py")):
         classes = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
-        for node in (node for each in classes if each.name != "FrontEnd" for node in each.body):
+        for node in (node for cls in classes if cls.name != "FrontEnd" for node in cls.body):
             if isinstance(node, ast.FunctionDef):
-                found[node.name] = (path.relative_to(ROOT).as_posix(), node)
-    return found
+                by_name[node.name] = (path.relative_to(ROOT).as_posix(), node)
+    return by_name
 
 
 def offered(front_end: str) -> set[str]:
@@ -94,13 +94,13 @@ def prose(text: str, operation: str, operations: set[str]) -> str:
 
 
 def paragraphs(text: str) -> Iterator[tuple[bool, str]]:
-    """Yield the paragraphs of a dedented text, each with whether it is indented and therefore literal."""
+    """Yield, for each paragraph of a dedented text, whether it is literal because it is indented, and the paragraph."""
     for paragraph in re.split(r"\n\n+", text.strip("\n")):
         yield paragraph.startswith("    "), paragraph
 
 
 def entries(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield the entries of an `Args:` or `Raises:` section: the names, and the parts of their description.
+    """Yield the names and the parts of the description of each entry of an `Args:` or `Raises:` section.
 
     The first part is a paragraph. Each other part is a paragraph or a list item, which begins with `- `.
     """
@@ -108,13 +108,13 @@ def entries(text: str) -> Iterator[tuple[str, list[str]]]:
         names, _, description = entry.partition(":")
         first, *others = re.split(r"\n\s*\n", description)
         parts = [first]
-        for each in map(inspect.cleandoc, others):
-            parts += re.split(r"\n(?=- )", each) if each.startswith("- ") else [each]
+        for part in map(inspect.cleandoc, others):
+            parts += re.split(r"\n(?=- )", part) if part.startswith("- ") else [part]
         yield " ".join(names.split()), [" ".join(part.split()) for part in parts]
 
 
 def entry(names: str, parts: list[str], operation: str, operations: set[str]) -> str:
-    """An entry of a section as an item of a Markdown list. Lists and further paragraphs in it are indented."""
+    """An entry of a section as an item of a Markdown list. Its lists and further paragraphs are indented."""
     bold = ", ".join(f"`{name}`" for name in names.split(", "))
     text = f"- **{bold}**: {prose(parts[0], operation, operations)}"
     for before, part in itertools.pairwise(parts):
@@ -124,19 +124,19 @@ def entry(names: str, parts: list[str], operation: str, operations: set[str]) ->
 
 
 def sections(docstring: str) -> Iterator[tuple[str, str]]:
-    """Yield the parts of a docstring in order, each with its heading. The part before the first section has none."""
-    heading, held = "", []
+    """Yield the heading and the text of each section in order. The text before the first section has the heading ""."""
+    heading, lines = "", []
     for line in inspect.cleandoc(docstring).splitlines():
         if line in SECTIONS or (heading not in ("", REMARKS) and line and not line.startswith(" ")):
-            yield heading, textwrap.dedent("\n".join(held)).strip("\n")
-            heading, held = (line, []) if line in SECTIONS else (REMARKS, [line])
+            yield heading, textwrap.dedent("\n".join(lines)).strip("\n")
+            heading, lines = (line, []) if line in SECTIONS else (REMARKS, [line])
         else:
-            held.append(line)
-    yield heading, textwrap.dedent("\n".join(held)).strip("\n")
+            lines.append(line)
+    yield heading, textwrap.dedent("\n".join(lines)).strip("\n")
 
 
 def described(docstring: str, operation: str, operations: set[str]) -> str:
-    """A docstring as Markdown."""
+    """A docstring as Markdown, with its sections under headings."""
     lines = []
     for heading, text in sections(docstring):
         if heading:
@@ -163,23 +163,23 @@ def written(operation: str) -> str:
     """The generated part of an operation's page."""
     docstring = ast.get_docstring(functions()[operation][1]) or ""
     text = described(docstring, operation, set(functions()))
-    what, heading, rest = text.partition("\n## ")
+    introduction, heading, rest = text.partition("\n## ")
     return (
-        f"## What it does\n\n{what}\n{about_signature(operation)}{heading}{rest}\n"
+        f"## What it does\n\n{introduction}\n{about_signature(operation)}{heading}{rest}\n"
         f"## What runs where\n\n{ABOUT_SUPPORT}\n\n{support(operation)}"
     )
 
 
 def with_written(text: str, part: str) -> str:
     """A page's text with its generated part replaced. The text around the two marks is written by hand."""
-    before, found, rest = text.partition(BEGIN)
-    if not found or END not in rest:
+    before, mark, rest = text.partition(BEGIN)
+    if not mark or END not in rest:
         raise ValueError(f"expected a page with the lines {BEGIN!r} and {END!r}")
     return f"{before}{BEGIN}{part}{END}{rest.partition(END)[2]}"
 
 
 def pages() -> dict[Path, str]:
-    """The contents that the pages of all operations should have."""
+    """The up-to-date text of every operation's page, by path."""
     parts = {operation: written(operation) for operation in functions()}
     paths = {name: PAGES / f"{name}.md" for name in parts}
     return {path: with_written(path.read_text(), parts[name]) for name, path in paths.items()}

@@ -1,14 +1,14 @@
-"""What the site's search finds, without a browser, and what it has to find.
+"""Search the site without a browser, and check that the search finds the right pages.
 
     python docs/site_search.py "speculative decoding"    # in build/site, after `make docs-site`
 
-The site searches by a script of Zensical's in the reader's browser. `found` ranks as that script does, and `make
-docs-site` compares the two by node, where there is one: `by_script` runs the script itself.
+On the site, a script of Zensical searches in the reader's browser. `Index.find` ranks sections like that script. If
+node is installed, `make docs-site` compares the results of both: `by_script` runs the script itself.
 
-The rank of a section has no weights to set. A section must have every word of the query, or longer words that begin
-with it, in its title, its text or its place in the navigation. Sections with a word in their titles come first, then
-those with one in their places. Among equals, the first group of words decides: more different words, then closer
-words, then earlier ones.
+The ranking has no weights that could be set. A section matches if it has every word of the query, or a longer word that
+begins with it, in its title, its text or its path in the navigation. Sections with a word in the title come first, then
+sections with a word in the path. Among sections of equal rank, the first group of matching words decides: more
+different words come first, then words that are closer together, then words that are nearer to the beginning.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from typing import Any
 SITE = Path(__file__).resolve().parent.parent / "build" / "site"
 WEIGHTS = {"title": 3, "path": 2, "text": 1}
 BEST = 3
-# Queries and, for each, pages of which one must be among the best results. A page may be named by its folder.
+# For each query, pages of which at least one must be among the best results. A page may be named by its folder.
 SEARCHES: dict[str, tuple[str, ...]] = {
     "absorbed MLA": ("concepts", "operations/ragged_mla_attention"),
     "ALiBi": ("concepts", "operations/ragged_paged_attention"),
@@ -108,7 +108,7 @@ class Index:
         self.sorted = sorted(self.places)
 
     def words(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yield the words of texts in order, without HTML tags. The text between two tags is split by itself."""
+        """Yield the words of texts in order, without HTML tags. Words do not extend over tags."""
         for text in texts:
             for part in re.split(r"<[^>]*>", text):
                 yield from filter(None, self.separator.split(part))
@@ -119,37 +119,37 @@ class Index:
         return self.sorted[first:last]
 
     def find(self, query: str) -> list[str]:
-        """The locations of all sections that have the query's words, the best first."""
+        """The locations of all sections that match the query, the best first."""
         words = [normal(word) for word in self.words([query])]
-        which: dict[str, int] = {}  # longer word -> the word of the query that it matches
+        matches: dict[str, int] = {}  # word of the index -> number of the query's word with which it begins
         for number, word in sorted(enumerate(words), key=lambda pair: len(pair[1])):
-            which.update(dict.fromkeys(self.beginning_with(word), number))
+            matches.update(dict.fromkeys(self.beginning_with(word), number))
         marks: dict[tuple[int, str], list[tuple[int, int]]] = {}
-        for longer, number in which.items():
+        for longer, number in matches.items():
             for place, positions in self.places[longer].items():
                 marks.setdefault(place, []).extend((position, number) for position in positions)
         having = [
             {section for longer in self.beginning_with(word) for section, _ in self.places[longer]} for word in words
         ]
         sections = sorted(set.intersection(*having)) if having else []
-        return [self.locations[each] for each in sorted(sections, key=lambda each: _rank(each, marks))]
+        return [self.locations[section] for section in sorted(sections, key=lambda section: _rank(section, marks))]
 
 
 def _rank(section: int, marks: Mapping[tuple[int, str], list[tuple[int, int]]]) -> list[tuple[int, ...]]:
-    """The sort key of each matching section: its ranks by field, the weightiest field first."""
+    """The sort key of a matching section: its ranks in the fields, the field with the largest weight first."""
     keys: list[tuple[int, ...]] = []
     for field in sorted(WEIGHTS, key=lambda field: -WEIGHTS[field]):
         if (section, field) in marks:
             group = first_group(sorted(marks[section, field]))
             span = group[-1] - group[0] + 1 if len(group) > 1 else 10
             keys.append((-WEIGHTS[field], -len(group), span, group[0]))
-    return [*keys, (1,)]  # of two equal prefixes, the one with more fields comes first
+    return [*keys, (1,)]  # if the ranks are equal so far, the section with more fields comes first
 
 
 def first_group(marks: Sequence[tuple[int, int]]) -> list[int]:
-    """The positions of the first group of a text's marks, each of which is (position, word).
+    """The positions of the first group of marks in a text. A mark is a matching word: (position, number of the word).
 
-    A group has different words, each within 10 places of the one before it.
+    The words of a group are all different, and each is at most 10 positions after the preceding word.
     """
     group = [marks[0]]
     for (before, word), (position, next_word) in itertools.pairwise(marks):
@@ -170,14 +170,14 @@ def index_of(site: Path) -> Index:
 
 
 def by_script(site: Path, queries: Sequence[str]) -> dict[str, list[str]]:
-    """The first ten locations that the site's own script finds for each query, run by node."""
+    """The first ten locations that the site's own script finds for each query. Node runs the script."""
     command = ["node", "-e", SCRIPT, str(site)]
     done = subprocess.run(command, input=json.dumps(queries), capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
 def faults(site: Path, searches: Mapping[str, tuple[str, ...]] = SEARCHES) -> Iterator[str]:
-    """The searches that miss their pages among the best results, and the differences from the site's own script."""
+    """The searches whose best results have none of their pages, and the differences from the site's own script."""
     index = index_of(site)
     results = {query: index.find(query)[:10] for query in searches}
     for query, pages in searches.items():

@@ -1,4 +1,4 @@
-"""Write the CPU rows of docs/status.md from the record of a test run, or compare them with it.
+"""Write the CPU rows of docs/status.md from the record of a test run, or compare the page with the record.
 
     python docs/status_table.py build/tests.json [--check]
 
@@ -29,7 +29,7 @@ COLUMNS = {
 
 
 def shown(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, int]]:
-    """The outcomes of the tests, for each operation and backend that they ran."""
+    """The numbers of tests by outcome, for each operation and backend of the table."""
     return {
         (operation, backend): outcomes
         for operation, backends in record["operations"].items()
@@ -39,7 +39,7 @@ def shown(record: Mapping[str, Any]) -> dict[tuple[str, str], Mapping[str, int]]
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The rows in Markdown. Each cell is a number of tests."""
+    """The table in Markdown, after a sentence on the run. Each cell is a number of tests."""
     ran, tests = shown(record), record["tests"]
     failed = tests.get("failed", 0)
     outcome = f"{tests['passed']} tests passed, {failed} failed"
@@ -63,7 +63,7 @@ def _cell(outcomes: Mapping[str, int] | None) -> str:
 
 
 def faults(page: str, record: Mapping[str, Any]) -> list[str]:
-    """The differences between a page and a record, apart from the numbers of tests."""
+    """The differences between a page and a record, except in the numbers of tests."""
     ran = shown(record)
     failed = {pair for pair, outcomes in ran.items() if outcomes.get("failed") or not outcomes.get("passed")}
     named = set()
@@ -87,9 +87,9 @@ def main() -> int:
     arguments = parser.parse_args()
     record, page = json.loads(arguments.record.read_text()), PAGE.read_text()
     if arguments.check:
-        found = faults(page, record)
-        sys.stdout.write("".join(f"{line}\n" for line in found))
-        return bool(found)
+        differences = faults(page, record)
+        sys.stdout.write("".join(f"{line}\n" for line in differences))
+        return bool(differences)
     PAGE.write_text(page.replace(BEGIN + _written(page), BEGIN + table(record)))
     return 0
 

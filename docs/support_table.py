@@ -1,10 +1,10 @@
-"""Write the tables in docs/support.md and docs/sparse_attention.md, which show which backend runs which call.
+"""Write the tables of docs/support.md and docs/sparse_attention.md that show which backends run a call.
 
     python docs/support_table.py
 
 The tables come from the backends' `why_not`, so nothing is run and no device is needed. Each cell lists the backends
-that take a call, in the platform's order; the first one runs it. The summary in docs/support.md names only the first
-one, with one row for all operations that have the same choices.
+that take a call, in the platform's order; the first one runs it. The summary in docs/support.md names only this first
+backend. Operations with the same backends share a row of the summary.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ PAGE, SPARSE = DOCS / "support.md", DOCS / "sparse_attention.md"
 MARKS = "<!-- support table: written by `make docs` -->\n", "<!-- end of support table -->\n"
 SUMMARY = "<!-- summary: written by `make docs` -->\n", "<!-- end of summary -->\n"
 
-# Column -> the (framework, device) pairs that it stands for.
+# The (framework, device) pairs of each column.
 COLUMNS = {
     "NVIDIA Hopper and newer": (("torch", "sm_90"), ("torch", "sm_100"), ("torch", "sm_120")),
     "NVIDIA Ampere, Ada": (("torch", "sm_80"), ("torch", "sm_86"), ("torch", "sm_89")),
@@ -60,7 +60,7 @@ ODD_HEADS = [
 
 
 def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
-    """Rows for calls without quantisation. float16 has its own row, since TPUs do not support it."""
+    """The rows for calls without quantisation. float16 has its own row, because TPUs do not support it."""
     kinds = {"f32, bf16": ("float32", "bfloat16"), "f16": ("float16",)}
     return {
         (operation, what): [dataclasses.replace(sample, dtype=dtype) for dtype in dtypes for sample in samples]
@@ -69,7 +69,7 @@ def of_floats(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sa
 
 
 def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, str], list[Any]]:
-    """Rows for 8-bit caches. e4m3fnuz has its own row, since `pallas` declines it."""
+    """The rows for 8-bit caches. e4m3fnuz has its own row, because `pallas` declines it."""
     kinds = {"e4m3, e5m2, int8": ("float8_e4m3fn", "float8_e5m2", "int8"), "e4m3fnuz": ("float8_e4m3fnuz",)}
     field = "stored" if operation == "ragged_mla_attention" else "cache_dtype"
     return {
@@ -81,7 +81,7 @@ def of_eight_bits(operation: str, what: str, *samples: Any) -> dict[tuple[str, s
 
 
 def of_scale_pages(operation: str, *samples: Sample) -> dict[tuple[str, str], list[Sample]]:
-    """Rows for caches with scale pages. Formats with a scale per token and head have their own row."""
+    """The rows for caches with scale pages. Formats with a scale per token and head have their own row."""
     kinds = {
         "e4m3, e5m2, int8 with a scale for each token and head": (
             "e4m3_token_head",
@@ -159,7 +159,7 @@ BLOCKS_ROWS = {
     ("top_k_blocks", "any"): [BlocksSample(top_k=top_k) for top_k in (1, 16, 4096)],
 }
 
-# Row -> the calls, all of which a backend must take to be listed.
+# The calls of each row. A backend is listed if it takes all of them.
 ROWS = {
     **of_floats("ragged_paged_attention", DECODE, WIDE),
     **of_eight_bits("ragged_paged_attention", "cache", DECODE, WIDE),
@@ -242,7 +242,7 @@ ROWS = {
     ("sparse_mla_prefill", ODD): ODD_SHAPES,
     ("sparse_mla_prefill_backward", "f16, bf16; f32 of 192 columns"): [
         *(dataclasses.replace(sample, num_tokens=512) for sample in PLAIN[1:]),
-        # Rows of 576 float32 do not fit every GPU's shared memory.
+        # Latents of 576 float32 columns do not fit the shared memory of every GPU.
         LatentSample(cache_format="plain", dtype="float32", num_tokens=512, d_qk=192, d_v=128),
     ],
     **{
@@ -279,7 +279,7 @@ SPARSE_ROWS = [
 
 
 def takers(operation: str, samples: list[Sample], device: Device) -> list[str]:
-    """The backends that take all of the calls, in the platform's order. Fallbacks are called `portable`."""
+    """The backends that take all of the calls, in the platform's order. `eager` and `xla` are called `portable`."""
     names = dispatch.candidates(operation, device, "auto")
     by_default = dispatch.by_default(operation, device, "auto")
     refusals = [dispatch.verdicts(sample.call(operation, device), names, by_default) for sample in samples]
@@ -293,17 +293,14 @@ def _device(framework: str, name: str) -> Device:
 
 
 def common(operation: str, samples: list[Sample], devices: tuple[tuple[str, str], ...]) -> list[str]:
-    """The backends that all devices of a column have in common.
-
-    For GPUs both torch and jax count.
-    """
+    """The backends that take all of the calls on every device of a column, for GPUs from torch and also from jax."""
     answers = [takers(operation, samples, _device(*device)) for device in devices]
     if devices[0][1].startswith(("sm_", "gfx")):
         answers += [takers(operation, samples, _device("jax", name)) for _, name in devices]
     return [name for name in answers[0] if all(name in answer for answer in answers)]
 
 
-Answers = dict[tuple[str, str], list[list[str]]]  # row -> for each column, its backends
+Answers = dict[tuple[str, str], list[list[str]]]  # for each row, the backends of each column
 
 
 def answers() -> Answers:
@@ -314,24 +311,24 @@ def answers() -> Answers:
     }
 
 
-def table(found: Answers) -> str:
-    """A Markdown table of all kinds of calls, with all backends that take them."""
+def table(rows: Answers) -> str:
+    """A Markdown table with all backends that take the calls of each row."""
     lines = ["| operation | call | " + " | ".join(COLUMNS) + " |", "|---" * (2 + len(COLUMNS)) + "|"]
-    for (operation, what), columns in found.items():
+    for (operation, what), columns in rows.items():
         cells = [", ".join(names) or "none" for names in columns]
         lines.append(f"| `{operation}` | {what} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def short_table(found: Answers) -> str:
-    """A Markdown table of the backends that `"auto"` picks, with their operations.
+def short_table(all_rows: Answers) -> str:
+    """A Markdown table of the backends that `"auto"` picks. Operations with the same picks share a row.
 
-    A cell has all picks if the call decides.
+    If the pick for an operation depends on the call, the cell has all picks.
     """
     lines = ["| operations | " + " | ".join(COLUMNS) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     pages: dict[str, list[str]] = {}
-    for operation in dict.fromkeys(operation for operation, _ in found):
-        rows = [columns for (name, _), columns in found.items() if name == operation]
+    for operation in dict.fromkeys(operation for operation, _ in all_rows):
+        rows = [columns for (name, _), columns in all_rows.items() if name == operation]
         picked = [
             dict.fromkeys(names[0] if names else "none" for names in column) for column in zip(*rows, strict=True)
         ]
@@ -351,11 +348,11 @@ def with_table(text: str, written: str, begin: str, end: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The current contents of the pages."""
-    found = answers()
+    """The up-to-date text of both pages, by path."""
+    rows = answers()
     return {
-        PAGE: with_table(with_table(PAGE.read_text(), table(found), *MARKS), short_table(found), *SUMMARY),
-        SPARSE: with_table(SPARSE.read_text(), table({row: found[row] for row in SPARSE_ROWS}), *MARKS),
+        PAGE: with_table(with_table(PAGE.read_text(), table(rows), *MARKS), short_table(rows), *SUMMARY),
+        SPARSE: with_table(SPARSE.read_text(), table({row: rows[row] for row in SPARSE_ROWS}), *MARKS),
     }
 
 

@@ -1,13 +1,13 @@
-"""One attention layer in the shape of DeepSeek-V3.2: latents in an fp8 cache, of which an indexer picks the top-k.
+"""Run a layer like DeepSeek-V3.2's sparse attention: latents in an fp8 cache, and an indexer that selects the top-k.
 
     python examples/deepseek_sparse_attention.py
     python examples/deepseek_sparse_attention.py --device cuda --backend triton --topk 2048 --prompt 4096
 
-The function `attend` is the layer: it writes the cache, picks keys and attends. Two prompts are prefilled in one step,
-then both sequences decode, all from the same paged cache. Each choice is judged by logits in float64. Each result is
-compared with the layer as it stands in the paper, with keys and values of every head, dense attention under a mask, and
-nothing absorbed. Weights and hidden states are random, and sizes are small except those of the caches.
-docs/sparse_attention.md explains the operations.
+The function `attend` is the layer: it writes the cache, selects keys and attends to them. Two prompts are prefilled in
+one step. Then both sequences decode, from the same paged cache. Each selection is checked against logits in float64.
+Each output is compared with the layer as the paper defines it: with keys and values for every head, dense attention
+under a mask, and no absorbed projections. Weights and hidden states are random. Sizes are small, except those of the
+caches. docs/sparse_attention.md explains the operations.
 """
 
 import argparse
@@ -44,8 +44,9 @@ from ragged_attention.torch import (
 LATENT, ROTARY, TOKEN_BYTES = 512, 64, 656  # as in the model: the format fp8_v32
 HIDDEN, Q_RANK, NUM_HEADS, NOPE, VALUE = 256, 128, 8, 32, 32  # the model: 7168, 1536, 128, 128, 128
 INDEX_HEADS, INDEX_DIM = 4, 128  # the model: 64, 128
-SM_SCALE = (NOPE + ROTARY) ** -0.5  # of the heads before absorption; the default would be (LATENT + ROTARY) ** -0.5
-LAYER_BOUND = 2**-7  # of the layer's output in norm: bfloat16 queries and latent outputs err by 2^-9 each
+SM_SCALE = (NOPE + ROTARY) ** -0.5  # from the heads before absorption; the default would be (LATENT + ROTARY) ** -0.5
+# Relative to the output's norm. Queries and attended latents are rounded to bfloat16, with an error of 2^-9 each.
+LAYER_BOUND = 2**-7
 OPERATIONS = (
     "sparse_mla_prefill", "mla_decode", "write_mla_cache", "indexer_topk", "quantize_indexer_keys",
     "write_indexer_cache",
@@ -60,7 +61,7 @@ SHAPES = {
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the last dimension, in pairs of neighbours; x is [T, ..., R], positions [T]."""
+    """Apply the rotary embedding to the last dimension of x [T, ..., R], in adjacent pairs; positions are [T]."""
     half = x.shape[-1] // 2
     frequencies = 10000.0 ** -(torch.arange(half, device=x.device) / half)
     angles = (positions[:, None] * frequencies).view(len(x), *[1] * (x.dim() - 2), half)
@@ -70,7 +71,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Layer:
-    """The projections around the attention; T tokens at a time, each at its position."""
+    """The projections around the attention. The methods take T tokens and, where needed, their positions."""
 
     def __init__(self, generator: torch.Generator, device: torch.device) -> None:
         self.weights = {}
@@ -79,34 +80,34 @@ class Layer:
             self.weights[name] = (torch.randn(shape, generator=generator) * fan_in**-0.5).to(device)
 
     def queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The heads' queries, float32: [T, H, NOPE] and, rotated, [T, H, ROTARY]."""
+        """The queries in float32: the columns without rotation [T, H, NOPE], and the rotated columns [T, H, ROTARY]."""
         low = rms_norm(hidden @ self.weights["q_down"])
         q = torch.einsum("tr,rhd->thd", low, self.weights["q_up"])
         return q[..., :NOPE], rotate(q[..., NOPE:], positions)
 
     def absorbed_queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """q . (W_UK c) = (W_UK^T q) . c, so W_UK goes into the queries: [T, H, LATENT + ROTARY] bfloat16."""
+        """The queries [T, H, LATENT + ROTARY] in bfloat16, with W_UK absorbed: q . (W_UK c) = (W_UK^T q) . c."""
         nope, rotary = self.queries(hidden, positions)
         absorbed = torch.einsum("thd,lhd->thl", nope, self.weights["k_up"])
         return torch.cat((absorbed, rotary), dim=-1).bfloat16()
 
     def latents(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What is cached of a token: [T, LATENT + ROTARY] bfloat16, key and value of all heads."""
+        """The cached rows, bfloat16 [T, LATENT + ROTARY]. A row is the key of all heads, and its latent their value."""
         row = hidden @ self.weights["kv_down"]
         return torch.cat((rms_norm(row[:, :LATENT]), rotate(row[:, LATENT:], positions)), dim=-1).bfloat16()
 
     def output(self, attended: torch.Tensor) -> torch.Tensor:
-        """W_UV and the output projection, on the attention's mixtures of latents [T, H, LATENT]."""
+        """The output of the layer: W_UV and the output projection, applied to the attended latents [T, H, LATENT]."""
         heads = torch.einsum("thl,lhd->thd", attended.float(), self.weights["v_up"])
         return torch.einsum("thd,hde->te", heads, self.weights["out"])
 
     def index_keys(self, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """What the indexer caches of a token: [T, INDEX_DIM]."""
+        """The indexer's keys of tokens [T, INDEX_DIM], not yet quantised."""
         keys = F.layer_norm(hidden @ self.weights["index_k"], (INDEX_DIM,))
         return torch.cat((rotate(keys[:, :ROTARY], positions), keys[:, ROTARY:]), dim=-1)
 
     def index_queries(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The indexer's queries [T, INDEX_HEADS, INDEX_DIM] in e4m3, and the weights of its heads with their scales."""
+        """The indexer's queries [T, INDEX_HEADS, INDEX_DIM] in e4m3, and its head weights times the queries' scales."""
         low = rms_norm(hidden @ self.weights["q_down"])
         q = torch.einsum("tr,rhd->thd", low, self.weights["index_q"])
         q = torch.cat((rotate(q[..., :ROTARY], positions), q[..., ROTARY:]), dim=-1)
@@ -116,18 +117,18 @@ class Layer:
 
 
 class Cache:
-    """The paged caches of all sequences, with one page table: latents in fp8, and the keys of the indexer."""
+    """Two paged caches with one page table: the latents in fp8, and the indexer's keys."""
 
     def __init__(self, num_seqs: int, max_len: int, generator: torch.Generator, device: torch.device) -> None:
         self.page_indices = shuffled_pages(num_seqs, max_len, generator, device)
-        self.latents, self.index_keys = (  # NaN until they are written
+        self.latents, self.index_keys = (  # all NaN at first
             torch.full((self.page_indices.numel(), PAGE_SIZE, 1, row), 0xFF, dtype=torch.uint8, device=device)
             for row in (TOKEN_BYTES, INDEX_DIM + SCALE_BYTES)
         )
 
 
 def attend(layer: Layer, cache: Cache, step: Step, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The layer's output [T, HIDDEN] for the tokens of a step, and the positions [T, topk] that each of them sees."""
+    """The layer's output [T, HIDDEN] for the tokens of a step, and the positions [T, topk] to which each attends."""
     hidden, positions = step.hidden, step.positions
     tables: dict[str, Any] = {"page_indices": cache.page_indices, "kv_lens": step.kv_lens, "cu_q_lens": step.cu_q_lens}
     write_mla_cache(layer.latents(hidden, positions), cache.latents, **tables)
@@ -146,12 +147,12 @@ def attend(layer: Layer, cache: Cache, step: Step, topk: int) -> tuple[torch.Ten
 
 
 def check(layer: Layer, cache: Cache, step: Step, out: torch.Tensor, chosen: torch.Tensor) -> float:
-    """The largest error of a sequence's output, as a part of its norm. Raises AssertionError if anything is off."""
+    """The largest error of a sequence's output relative to its norm. Raises AssertionError if a check fails."""
     weights = {name: weight.cpu().double() for name, weight in layer.weights.items()}
     errors = []
     for seq, length in enumerate(step.kv_lens.tolist()):
-        own, pages = step.seqs == seq, cache.page_indices[seq]
-        hidden, positions, listed = step.hidden[own], step.positions[own], chosen[own].cpu()
+        in_seq, pages = step.seqs == seq, cache.page_indices[seq]
+        hidden, positions, listed = step.hidden[in_seq], step.positions[in_seq], chosen[in_seq].cpu()
         index_keys = index_keys_in(cache.index_keys[pages])[:length]
         check_choice(*layer.index_queries(hidden, positions), index_keys, positions + 1, listed)
 
@@ -163,12 +164,12 @@ def check(layer: Layer, cache: Cache, step: Step, out: torch.Tensor, chosen: tor
         seen = (listed[..., None] == torch.arange(length)).any(1)[:, None]
         probabilities = (logits * SM_SCALE).masked_fill(~seen, -torch.inf).softmax(-1)
         want = torch.einsum("thk,khd,hde->te", probabilities, values, weights["out"])
-        errors.append(expect_close(out[own], want, LAYER_BOUND))
+        errors.append(expect_close(out[in_seq], want, LAYER_BOUND))
     return max(errors)
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Prefill, then decode; prints what was checked."""
+    """Prefill, then decode. Print the number of keys per token and the error of each step."""
     device, generator = torch.device(arguments.device), torch.Generator().manual_seed(arguments.seed)
     lens = [arguments.prompt, -(-arguments.prompt * 2 // 3)]
     layer = Layer(generator, device)
@@ -184,7 +185,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, 96, 4, "attention, indexer and writing")
+    parser = parser_of(__doc__, 96, 4, "attention, indexer and cache writes")
     parser.add_argument("--topk", type=int, default=32, help="positions that each token attends to")
     return ended(run, parser.parse_args(argv), OPERATIONS)
 

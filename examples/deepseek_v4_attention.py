@@ -4,15 +4,16 @@
     python examples/deepseek_v4_attention.py --device cuda --backend triton --heads 64 --window 128 --topk 128 \\
         --prompt 1024
 
-Each token attends, in one softmax with an attention sink, to the last tokens of its sequence and to the top-k of
-compressed rows, each of which stands for 4 tokens. Both kinds of rows are in fp8 caches. An indexer with its own
-compressed keys in e4m3 selects the compressed rows. One call of `mla_decode` reads both caches, for prompts as for
-decode steps, because each token has its own lists. One page table serves all three caches: a page holds 64 tokens in
-the first cache and 16 compressed rows in the others.
+Each token attends to the last tokens of its sequence and to the top-k compressed rows, in one softmax with an attention
+sink. A compressed row stands for 4 tokens. Uncompressed rows and compressed rows are in two fp8 caches. An indexer
+selects the compressed rows; a third cache holds its own compressed keys in e4m3. One call of `mla_decode` reads both
+fp8 caches. Prefill uses the same call as decode steps, because each token has its own lists. One page table serves all
+three caches: a page holds 64 tokens in the first cache, and 16 compressed rows or keys in the other two.
 
-Every selection is checked against logits in float64 on the same quantised numbers. Every result is compared with dense
-attention under masks in float64 over the dequantised caches, and the layer's output with the layer in float64 without a
-cache. Weights and hidden states are random. docs/sparse_attention.md explains the operations.
+Every selection is checked against logits in float64, computed from the same quantised values. Every attention output is
+compared with dense attention under a mask, in float64 over the dequantised caches. The layer's output is compared with
+the layer in float64 without a cache. Weights and hidden states are random. docs/sparse_attention.md explains the
+operations.
 """
 
 import argparse
@@ -49,15 +50,17 @@ RATIO = 4  # tokens per compressed row
 HIDDEN, Q_RANK = 256, 128  # the model: 4096, 1024
 INDEX_HEADS, INDEX_DIM = 4, 128  # the model: 64, 128
 SM_SCALE = ROW**-0.5
-# The weight of the rows' norm, which the model learns; that of the queries' norm is 1 / GAIN. Kernel tests use it too.
+# The weight of the rows' RMSNorm, which a model would learn. The queries' RMSNorm has the weight 1 / GAIN, so GAIN does
+# not change the logits. Kernel tests scale rows by the same factor.
 GAIN = 0.1
-LAYER_BOUND = 2**-4  # relative to the norm of the output: rounding to e4m3 has errors of up to 2^-4, 2^-5.3 in the mean
+# Relative to the output's norm. Rounding to e4m3 has a relative error of at most 2^-4, and of 2^-5.3 on average.
+LAYER_BOUND = 2**-4
 
 OPERATIONS = ("mla_decode", "write_mla_cache", "indexer_topk", "quantize_indexer_keys", "write_indexer_cache")
 
 
 def shapes(num_heads: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights. Products with them sum over the first axis, with `out` over the first two."""
+    """The shapes of the weights. A product sums over a weight's first axis; with `out`, over its first two axes."""
     return {
         "q_down": (HIDDEN, Q_RANK), "q_up": (Q_RANK, num_heads, ROW), "kv": (HIDDEN, ROW),
         "row_kv": (HIDDEN, 2, ROW), "row_gate": (HIDDEN, 2, ROW), "row_bias": (1, 2, RATIO, ROW),
@@ -72,23 +75,25 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     half = ROTARY // 2
     frequencies = 10000.0 ** -(torch.arange(half, device=x.device, dtype=x.dtype) / half)
     angles = (positions[:, None] * frequencies).view(len(x), *[1] * (x.dim() - 2), half)
-    rest, even, odd = x[..., :-ROTARY], x[..., -ROTARY::2], x[..., 1 - ROTARY :: 2]
+    unrotated, even, odd = x[..., :-ROTARY], x[..., -ROTARY::2], x[..., 1 - ROTARY :: 2]
     cos, sin = angles.cos(), angles.sin()
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
-    return torch.cat((rest, turned), dim=-1)
+    rotated = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
+    return torch.cat((unrotated, rotated), dim=-1)
 
 
 def recent_tokens(hidden: torch.Tensor, seqs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The tokens of groups and of the groups before them [N, 2, RATIO, HIDDEN]; arbitrary before a first group.
+    """The hidden states [N, 2, RATIO, HIDDEN] of N groups of tokens, each after those of its preceding group.
 
-    `hidden` [S, L, HIDDEN] holds all tokens. `seqs` [N] and `numbers` [N] say which groups of which sequences.
+    A sequence's first group, which has the number 0, gets arbitrary states for its preceding group. `hidden`
+    [S, L, HIDDEN] has all tokens. The groups are given by their sequences, `seqs` [N], and by their numbers in these
+    sequences, `numbers` [N].
     """
     positions = numbers[:, None] * RATIO + torch.arange(-RATIO, RATIO, device=numbers.device)
     return hidden[seqs[:, None], positions.clamp(min=0)].unflatten(1, (2, RATIO))
 
 
 class Layer:
-    """The projections around the attention. The methods take T tokens and their positions."""
+    """The projections around the attention. Most methods take T tokens and their positions."""
 
     def __init__(self, weights: dict[str, torch.Tensor]) -> None:
         self.weights = weights
@@ -119,16 +124,17 @@ class Layer:
         return rotate(GAIN * rms_norm(hidden @ self.weights["kv"]), positions)
 
     def compressed(self, name: str, recent: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """The compressed rows of groups of RATIO tokens.
+        """The compressed rows of N groups of RATIO tokens, or with the name "key" the indexer's compressed keys.
 
-        A row is a mean over the group and the group before it, weighted in each column by gates. `recent`
-        [N, 2, RATIO, HIDDEN] holds the tokens of the group before and of the group. `numbers` [N] counts groups from
-        the start of the sequence; group 0 has no group before it. A row has the position of its group's first token.
+        A row is a mean over its group and the preceding group, weighted in each column by gates. `recent`
+        [N, 2, RATIO, HIDDEN] has the hidden states of the preceding group and of the group. `numbers` [N] are the
+        groups' numbers in their sequences; group 0 has no preceding group. A row has the position of its group's first
+        token.
         """
         values = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_kv"])
         gates = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_gate"]) + self.weights[f"{name}_bias"]
-        before = torch.tensor([True, False], device=numbers.device)
-        gates = gates.masked_fill(((numbers == 0)[:, None] & before)[:, :, None, None], -torch.inf)
+        is_preceding = torch.tensor([True, False], device=numbers.device)
+        gates = gates.masked_fill(((numbers == 0)[:, None] & is_preceding)[:, :, None, None], -torch.inf)
         rows = (gates.flatten(1, 2).softmax(1) * values.flatten(1, 2)).sum(1)
         return rotate(GAIN * rms_norm(rows), numbers * RATIO)
 
@@ -141,7 +147,11 @@ class Layer:
         return values.view(q.shape), weights * scales.view(weights.shape)
 
     def output(self, attended: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The output projection of [T, H, ROW], rotated back so that a row's part depends only on its distance."""
+        """The layer's output for the attention's output [T, H, ROW].
+
+        Rows are cached with rotated columns, and are also the values. The rotation by the negative positions makes the
+        contribution of a row depend only on its distance from the query.
+        """
         return torch.einsum("thd,hde->te", rotate(attended, -positions), self.weights["out"])
 
 
@@ -209,7 +219,7 @@ def choose(layer: Layer, cache: Cache, step: Step, window: int, topk: int) -> Ch
 
 
 def attend(layer: Layer, cache: Cache, chosen: Chosen) -> tuple[torch.Tensor, torch.Tensor]:
-    """The out [T, H, ROW] and lse [T, H]. Each token has its own lists, so all tokens can be one batch entry."""
+    """The out [T, H, ROW] and lse [T, H]. All tokens are one batch entry, because each token has its own lists."""
     out, lse = mla_decode(
         chosen.q[None], cache.near, indices=chosen.near[None], extra_kv_cache=cache.far,
         extra_indices=chosen.far[None], sinks=layer.sinks, sm_scale=SM_SCALE, d_v=ROW,
@@ -237,28 +247,28 @@ class Check:
     def __call__(self, step: Step, chosen: Chosen, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Check the out [T, H, ROW] and lse [T, H] of T tokens, and raise AssertionError if they are wrong."""
         for seq, length in enumerate(step.kv_lens.tolist()):
-            own = step.seqs == seq
-            positions, numbers = step.positions[own].cpu(), chosen.numbers[own].cpu()
+            in_seq = step.seqs == seq
+            positions, numbers = step.positions[in_seq].cpu(), chosen.numbers[in_seq].cpu()
             keys = self.cache.index_keys(seq, length // RATIO)
-            check_choice(chosen.index_q[own], chosen.index_weights[own], keys, (positions + 1) // RATIO, numbers)
+            check_choice(chosen.index_q[in_seq], chosen.index_weights[in_seq], keys, (positions + 1) // RATIO, numbers)
             mask = self._mask(positions, numbers, length)
             near, far = (
                 self.cache.rows(self.cache.near, seq, length),
                 self.cache.rows(self.cache.far, seq, length // RATIO),
             )
             sinks = self.exact.sinks
-            want, want_lse = dense(chosen.q[own].cpu().double(), torch.cat((near, far)), mask, sinks)
-            got, got_lse = out[own].cpu().double(), lse[own].cpu().double()
+            want, want_lse = dense(chosen.q[in_seq].cpu().double(), torch.cat((near, far)), mask, sinks)
+            got, got_lse = out[in_seq].cpu().double(), lse[in_seq].cpu().double()
             agrees(got, want, "decode out", f"out of sequence {seq}")
             agrees(got_lse, want_lse, "decode lse", f"lse of sequence {seq}")
             self.out = max(self.out, float((got - want).abs().max()))
             self.lse = max(self.lse, float((got_lse - want_lse).abs().max()))
-            result = self.layer.output(out[own].float(), step.positions[own])
+            result = self.layer.output(out[in_seq].float(), step.positions[in_seq])
             self._check_layer(result, self.cache.hidden[seq, :length].cpu().double(), positions, mask)
             self.selected += (numbers >= 0).sum(-1).tolist()
 
     def _mask(self, positions: torch.Tensor, numbers: torch.Tensor, length: int) -> torch.Tensor:
-        """The mask [T, length + length // RATIO] of each query's visible tokens and, after them, compressed rows."""
+        """The mask [T, length + length // RATIO] of each query: its visible tokens, and then its compressed rows."""
         distance = positions[:, None] - torch.arange(length)
         far = torch.zeros(len(numbers), length // RATIO + 1, dtype=torch.bool)  # one more column, for -1
         far = far.scatter(1, numbers.long().remainder(far.shape[1]), True)[:, :-1]
@@ -267,7 +277,7 @@ class Check:
     def _check_layer(
         self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """Compare with the layer in float64 without a cache, over all tokens `hidden` [L, HIDDEN] of a sequence."""
+        """Compare the layer's output with that of a sequence's tokens [L, HIDDEN] in float64 without a cache."""
         near = self.exact.rows(hidden, torch.arange(len(hidden)))
         numbers = torch.arange(len(hidden) // RATIO)
         far = self.exact.compressed("row", recent_tokens(hidden[None], torch.zeros_like(numbers), numbers), numbers)
@@ -307,7 +317,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__, 90, 9, "attention, indexer and writing")
+    parser = parser_of(__doc__, 90, 9, "attention, indexer and cache writes")
     parser.add_argument("--heads", type=int, default=12, help="query heads; the models have 64 and 128")
     parser.add_argument(
         "--window", type=int, default=24, help="uncompressed tokens that each token sees; the model: 128"

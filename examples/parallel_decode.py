@@ -2,11 +2,14 @@
 
     torchrun --nproc-per-node 2 examples/parallel_decode.py
 
-runs anywhere: with two, three or four processes on a CPU (gloo), or with one process for each GPU (nccl). Six sequences
-are decoded for a few steps. Their cache is divided by heads, and then by positions. Every process writes only its own
-keys and values. Then the example attends to a latent cache, dense and by lists, and runs a training step of packed
-sequences in a ring. Rank 0 prints the largest difference of each result from one device. The exit status says whether
-all of them are small enough.
+This runs anywhere: with two, three or four processes on a CPU (gloo), or with one process for each GPU (nccl). Six
+sequences are decoded for a few steps, with a KV cache that is divided by heads, and with a KV cache that is divided by
+positions. Every process writes only the keys and values of its part. Then the example decodes with MLA over a latent
+cache: once over all positions, and once over lists of positions. Last, it computes attention over packed sequences and
+its gradients with ring attention.
+
+Rank 0 prints the largest difference of each result from the result on one device. The exit status is 0 if all
+differences are below 1e-4, and 1 otherwise.
 """
 
 import os
@@ -38,7 +41,7 @@ from ragged_attention.torch.distributed import (
 SEQS, STEPS, PAGE = 6, 4, 16
 KV_HEADS, GROUP, SIZE = 12, 2, 64  # 12 KV heads are divided by 2, 3, 4 or 6 processes
 LATENT, D_V = 96, 64
-SM_SCALE = 48**-0.5  # of the heads before absorption, not of their 96 columns after it
+SM_SCALE = 48**-0.5  # from the 48 columns of a head before absorption, not from the 96 columns after it
 PROMPTS = (100, 37, 64, 5, 81, 16)
 BOUND = 1e-4
 
@@ -53,12 +56,15 @@ def empty_cache(row: tuple[int, ...], device: torch.device) -> Cache:
 
 
 def slots_of(positions: torch.Tensor, seqs: torch.Tensor, table: torch.Tensor, shard: KvShard) -> torch.Tensor:
-    """The slots in which a rank stores the tokens at these positions; -1, which writes skip, for other ranks' ones."""
+    """The slots in which a rank stores the tokens at these positions, or -1 for the tokens of other ranks."""
     return page_indices_to_slots(shard.local(positions)[:, None], table[seqs.long()], PAGE).flatten()
 
 
 def decode(device: torch.device) -> dict[str, float]:
-    """Decode for a few steps over a whole cache, a cache divided by heads, and one divided by positions."""
+    """Decode for a few steps with caches divided by heads and by positions, and compare with an undivided cache.
+
+    The largest difference is returned for each of the two divided caches.
+    """
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = init_device_mesh(device.type, (size,))
     alone, shard = KvShard(1, PAGE, 0), KvShard(size, PAGE, rank)
@@ -68,7 +74,7 @@ def decode(device: torch.device) -> dict[str, float]:
     differences = {"by heads": 0.0, "by positions": 0.0}
 
     def write(lens: list[int], first: list[int]) -> None:
-        """Write new tokens of every sequence into the whole cache, and this rank's part of them into its own."""
+        """Write new tokens of every sequence into the undivided cache, and this rank's share into its other caches."""
         spans = [torch.arange(start, stop, device=device) for start, stop in zip(first, lens, strict=True)]
         positions = torch.cat(spans).to(torch.int32)
         seqs = torch.cat([torch.full_like(span, seq) for seq, span in enumerate(spans)])
@@ -88,10 +94,10 @@ def decode(device: torch.device) -> dict[str, float]:
         q = torch.randn(SEQS, GROUP * KV_HEADS, SIZE, device=device)
         expected = ragged_paged_attention(q, pages, kv_lens, table, edges)
         divided = distribute_tensor(q, mesh, [Shard(1)], src_data_rank=None)
-        found = ragged_paged_attention(divided, by_heads, kv_lens, table, edges)
-        assert isinstance(found, DTensor)
-        assert found.placements == (Shard(1),)
-        whole = found.redistribute(mesh, [Replicate()]).to_local()  # only for the comparison
+        by_head = ragged_paged_attention(divided, by_heads, kv_lens, table, edges)
+        assert isinstance(by_head, DTensor)
+        assert by_head.placements == (Shard(1),)
+        whole = by_head.redistribute(mesh, [Replicate()]).to_local()  # only for the comparison
         merged = context_parallel_decode(q, own_pages, kv_lens, table, edges, shard=shard, max_q_len=1)
         assert isinstance(merged, torch.Tensor)
         for name, result in (("by heads", whole), ("by positions", merged)):
@@ -100,7 +106,7 @@ def decode(device: torch.device) -> dict[str, float]:
 
 
 def decode_latents(device: torch.device) -> dict[str, float]:
-    """Decode over latents: over all of them, and over positions as an indexer would list them."""
+    """Decode with MLA, first over all cached positions, and then over lists of positions as an indexer returns them."""
     alone, shard = KvShard(1, PAGE, 0), KvShard(dist.get_world_size(), PAGE, dist.get_rank())
     cache, table = empty_cache((1, LATENT), device)
     own_cache = cache.clone()
@@ -119,32 +125,32 @@ def decode_latents(device: torch.device) -> dict[str, float]:
     expected_dense, _ = mla_decode(q, cache, table, kv_lens, causal=True, **sizes)
     expected_sparse, _ = mla_decode(q, cache, indices=page_indices_to_slots(listed, table, PAGE), **sizes)
     return {
-        "latents": float((dense - expected_dense).abs().max()),
-        "latents by lists": float((sparse - expected_sparse).abs().max()),
+        "all latents": float((dense - expected_dense).abs().max()),
+        "listed latents": float((sparse - expected_sparse).abs().max()),
     }
 
 
 def train(device: torch.device) -> dict[str, float]:
-    """Run the forward and the backward pass of packed sequences in a ring."""
+    """Compute attention over packed sequences and its gradients, with ring attention and on one device."""
     tokens = 48 * dist.get_world_size()
     edges = torch.tensor([0, 30, 31, tokens - 5], dtype=torch.int32, device=device)
     heads = (GROUP * KV_HEADS, KV_HEADS, KV_HEADS)
     whole = [torch.randn(tokens, count, SIZE, device=device) for count in heads]
     weights = torch.randn(tokens, heads[0], SIZE, device=device)
-    own = [zigzag_part(leaf).requires_grad_() for leaf in whole]
-    out = context_parallel_varlen_attention(own[0], own[1], own[2], edges)
+    parts = [zigzag_part(leaf).requires_grad_() for leaf in whole]
+    out = context_parallel_varlen_attention(parts[0], parts[1], parts[2], edges)
     assert isinstance(out, torch.Tensor)
     (out * zigzag_part(weights)).sum().backward()
     q, k, v = (leaf.requires_grad_() for leaf in whole)
     expected = varlen_attention(q, k, v, edges, edges, causal=True)
     (expected * weights).sum().backward()
     pairs = [(out.detach(), expected.detach())]
-    for part, leaf in zip(own, whole, strict=True):
+    for part, leaf in zip(parts, whole, strict=True):
         assert part.grad is not None
         assert leaf.grad is not None
         pairs.append((part.grad, leaf.grad))
-    found = [float((zigzag_whole(part) - value).abs().max()) for part, value in pairs]
-    return {"a ring": found[0], "its gradients": max(found[1:])}
+    errors = [float((zigzag_whole(part) - value).abs().max()) for part, value in pairs]
+    return {"ring attention": errors[0], "ring gradients": max(errors[1:])}
 
 
 def main() -> int:
@@ -153,7 +159,7 @@ def main() -> int:
     if on_gpus:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpus else "gloo", timeout=timedelta(minutes=2))
-    torch.manual_seed(0)  # every process draws the same numbers and uses its part of them
+    torch.manual_seed(0)  # every process draws the same numbers, and uses only its part
     differences = decode(device) | decode_latents(device) | train(device)
     worst = torch.tensor(list(differences.values()), device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -161,7 +167,7 @@ def main() -> int:
     if dist.get_rank() == 0:
         print(f"{dist.get_world_size()} processes on {device.type}; largest difference from one device:")
         for name, difference in zip(differences, worst.tolist(), strict=True):
-            print(f"  {name:<20} {difference:.1e} {'' if difference < BOUND else 'TOO FAR'}".rstrip())
+            print(f"  {name:<20} {difference:.1e} {'' if difference < BOUND else 'TOO LARGE'}".rstrip())
     dist.barrier()  # with gloo, a process fails if another one exits while they still communicate
     dist.destroy_process_group()
     return 0 if good else 1

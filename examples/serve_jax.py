@@ -3,11 +3,11 @@
     python examples/serve_jax.py
     python examples/serve_jax.py --devices 8 --requests 12
 
-The decoder is tiny and random, and its weights are a dict of arrays. It has RMSNorm, RoPE, grouped heads and a gated
-MLP. Each step takes one ragged batch of prefill chunks and decodes. Sequences join when there are pages for them and
-leave when they are done, and nothing is compiled again. Every device holds its share of the heads, of their pages and
-of the MLP. On a CPU the devices are virtual. The greedy tokens must equal those of one device, and those of a dense
-forward pass without a cache.
+The model is a tiny decoder with random weights, which are a dict of arrays. It has RMSNorm, RoPE, grouped heads and a
+gated MLP. Each step takes one ragged batch of prefill chunks and decodes. A sequence joins when enough pages are free,
+and leaves when it is done. The step is compiled only once. Every device has its share of the heads, of the KV cache and
+of the MLP. On a CPU the devices are virtual. Decoding is greedy. The tokens must equal those of one device, and those
+of a dense forward pass without a cache.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ragged_attention.jax import ragged_paged_attention
 
 VOCABULARY, LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FEED = 97, 2, 64, 16, 8, 16, 128
-PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_PROMPT = 8, 28, 80, 48  # too few pages for MAX_SEQS of the longest, so some wait
+PAGE_SIZE, NUM_PAGES, MAX_LEN, MAX_PROMPT = 8, 28, 80, 48  # too few pages for MAX_SEQS long sequences, so some wait
 MAX_SEQS, MAX_TOKENS = 4, 32  # per step: sequences, and new tokens of all sequences
 EPSILON = 1e-6
 AXIS = "heads"  # the axis of the mesh
@@ -66,7 +66,7 @@ def rope(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def total(x: jax.Array) -> jax.Array:
-    """The sum of the devices' partial results."""
+    """The sum of all devices' partial results."""
     return jax.lax.psum(x, AXIS)
 
 
@@ -123,7 +123,7 @@ class Request:
     max_new_tokens: int
     generated: list[int] = dataclasses.field(default_factory=list)
     pages: list[int] = dataclasses.field(default_factory=list)
-    cached: int = 0
+    cached: int = 0  # the number of tokens whose keys and values are in the cache
 
     @property
     def num_pages(self) -> int:
@@ -142,7 +142,7 @@ def random_requests(count: int, max_new_tokens: int, seed: int) -> list[Request]
 
 
 def chunks_of(running: Iterable[Request]) -> list[tuple[Request, int]]:
-    """The sequences of a step, with the number of their new tokens: first decodes, then chunks of prompts."""
+    """The sequences of a step, each with the number of its new tokens: first decodes, then chunks of prompts."""
     chunks, left = [], MAX_TOKENS
     for request in sorted(running, key=lambda request: len(request.new) > 1):
         if (count := min(len(request.new), left)) > 0:
@@ -194,21 +194,22 @@ class Server:
         self.step = lowered.compile()
         self.page_bytes = LAYERS * empty.nbytes // num_devices
         analysis = self.step.memory_analysis()
-        self.aliased_bytes = 0 if analysis is None else analysis.alias_size_in_bytes  # outputs that reuse inputs
+        # The size of the outputs that reuse the memory of donated inputs.
+        self.aliased_bytes = 0 if analysis is None else analysis.alias_size_in_bytes
         self.donates = self.aliased_bytes >= self.page_bytes
         self.num_steps = self.num_mixed_steps = 0
         self.seconds = 0.0
 
     def advance(self, chunks: Sequence[tuple[Request, int]]) -> None:
-        """Run one step: cache each sequence's chunk, and append a token to those that have no uncached tokens left."""
-        start, given = time.perf_counter(), self.kv_pages
-        tokens, self.kv_pages = self.step(self.weights, given, batch_of(chunks))
+        """Run one step: cache each sequence's chunk, and append a token to each sequence without uncached tokens."""
+        start, donated = time.perf_counter(), self.kv_pages
+        tokens, self.kv_pages = self.step(self.weights, donated, batch_of(chunks))
         for (request, count), token in zip(chunks, np.asarray(tokens).tolist(), strict=False):
             request.cached += count
             if not request.new:
                 request.generated.append(token)
         self.seconds += time.perf_counter() - start
-        self.donates &= all(pages.is_deleted() for pages in given)
+        self.donates &= all(pages.is_deleted() for pages in donated)
         self.num_steps += 1
         self.num_mixed_steps += len({count == 1 for _, count in chunks}) == 2
 
@@ -220,9 +221,9 @@ class Server:
                 running.append(request := queue.popleft())
                 request.pages = [free.pop() for _ in range(request.num_pages)]
             self.advance(chunks_of(running))
-            for request in [one for one in running if len(one.generated) == one.max_new_tokens]:
+            for request in [active for active in running if len(active.generated) == active.max_new_tokens]:
                 running.remove(request)
-                free += request.pages  # old contents stay: the next owner must not see them
+                free += request.pages  # their contents stay, but the next sequence must not see them
 
 
 def dense_agrees(weights: dict[str, np.ndarray], requests: Iterable[Request]) -> bool:
@@ -248,11 +249,11 @@ def run(arguments: argparse.Namespace) -> bool:
         print(
             f"devices: {num_devices}; {count} tokens of {len(requests)} requests in {server.num_steps} steps, "
             f"{server.num_mixed_steps} of them mixed; {count / server.seconds:.0f} tokens per second; "
-            f"{server.page_bytes} bytes of pages on each, {server.aliased_bytes} bytes written in place"
+            f"{server.page_bytes} bytes of pages on each device, {server.aliased_bytes} bytes written in place"
         )
-    one, last = ([request.generated for request in served[num_devices]] for num_devices in (1, arguments.devices))
+    on_one, on_all = ([request.generated for request in served[num_devices]] for num_devices in (1, arguments.devices))
     checks = {
-        "as on one device": last == one,
+        "as on one device": on_all == on_one,
         "as a dense forward pass": dense_agrees(weights, served[arguments.devices]),
         "pages donated": donates,
     }
@@ -274,11 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 1 <= arguments.max_new_tokens <= MAX_LEN - MAX_PROMPT:
         parser.error(f"expected --max-new-tokens from 1 to {MAX_LEN - MAX_PROMPT}, got {arguments.max_new_tokens}")
     if arguments.devices > 1:
-        # XLA reads this flag when jax first looks for devices, which is later than its import. It affects only CPUs.
+        # XLA reads this flag when jax first looks for devices, not when jax is imported. The flag affects only CPUs.
         flag = f"--xla_force_host_platform_device_count={arguments.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}"
-    if (found := len(jax.devices())) < arguments.devices:
-        parser.error(f"expected --devices of at most {found}, which is what jax has here, got {arguments.devices}")
+    if (available := len(jax.devices())) < arguments.devices:
+        parser.error(f"expected --devices of at most {available}, which is what jax has here, got {arguments.devices}")
     with jax.default_matmul_precision("highest"):
         return 0 if run(arguments) else 1
 

@@ -15,7 +15,7 @@ from ragged_attention.torch import ragged_paged_attention
 
 VOCABULARY, LAYERS, WIDTH, HEADS, KV_HEADS, HEAD_DIM = 32, 2, 128, 8, 2, 16
 PAGE_SIZE, NUM_PAGES, MAX_SEQS = 8, 40, 4
-CHUNK, BRANCHES = 12, 2  # rows per sequence and step, drafts included; guesses after each token
+CHUNK, BRANCHES = 12, 2  # most rows of a sequence per step, with drafts; guesses per token
 FP8, KV_SCALE = torch.float8_e4m3fn, 2.0**-5  # a cached value is its code times KV_SCALE
 
 
@@ -39,7 +39,7 @@ def next_tokens(weights, tokens, positions, attend):
 class Request:
     def __init__(self, prompt, max_new_tokens):
         self.prompt, self.tokens, self.max_len = prompt, list(prompt), len(prompt) + max_new_tokens
-        self.cached, self.pages = 0, torch.tensor([])  # the number of its tokens in the cache, and their pages
+        self.cached, self.pages = 0, torch.tensor([])  # cached tokens; pages for all tokens
 
 
 class Engine:
@@ -47,11 +47,11 @@ class Engine:
         self.weights, self.waiting, self.running = weights, list(requests), []
         self.kv_pages = torch.zeros(LAYERS, NUM_PAGES, PAGE_SIZE, 2 * KV_HEADS, HEAD_DIM).to(FP8)
         self.holders = torch.zeros(NUM_PAGES, dtype=torch.int32)  # reference counts
-        self.page_of, self.followers = {}, {}  # full pages by all tokens up to their ends; draft model: next tokens
+        self.page_of, self.followers = {}, {}  # full pages by their prefixes; the draft model's next tokens
         self.steps = self.shared = self.accepted = 0
 
     def admit(self):
-        """Start requests while there are pages for all their tokens and drafts. Full pages of a prefix are shared."""
+        """Start requests while enough pages are free for their tokens and drafts. Full pages of a prefix are shared."""
         while self.waiting and len(self.running) < MAX_SEQS:
             request, shared = self.waiting[0], []
             for end in range(PAGE_SIZE, len(request.prompt), PAGE_SIZE):  # the prompt's last token is always computed
@@ -67,7 +67,7 @@ class Engine:
             self.running.append(self.waiting.pop(0))
 
     def rows_of(self, request):
-        """The next tokens of a request, then a tree of drafts; and for each row the path of rows that leads to it."""
+        """A request's next tokens, then a tree of drafts. Also, for each of these rows, the path that leads to it."""
         tokens = request.tokens[request.cached : request.cached + CHUNK]
         paths, row = [list(range(end + 1)) for end in range(len(tokens))], len(request.tokens) - request.cached - 1
         while row < len(tokens):  # from the last token on, level by level: guess what follows each row
@@ -98,17 +98,17 @@ class Engine:
 
     def accept(self, request, tokens, paths, choices):
         """Follow the model's choices from the last token down the tree, and keep the rows on this path."""
-        path, right = paths[min(CHUNK, len(request.tokens) - request.cached) - 1], True
-        while right and request.cached + len(path) == len(request.tokens) < request.max_len:
+        path, hits = paths[min(CHUNK, len(request.tokens) - request.cached) - 1], True
+        while hits and request.cached + len(path) == len(request.tokens) < request.max_len:
             last, choice = request.tokens[-1], choices[path[-1]]
             self.followers[last] = [choice, *(old for old in self.followers.get(last, []) if old != choice)][:BRANCHES]
             request.tokens.append(choice)
-            right = [row for row, token in enumerate(tokens) if token == choice and paths[row][:-1] == path]
-            path, self.accepted = path + right, self.accepted + len(right)
+            hits = [row for row, token in enumerate(tokens) if token == choice and paths[row][:-1] == path]
+            path, self.accepted = path + hits, self.accepted + len(hits)
         positions = request.cached + torch.tensor([path, list(range(len(path)))])
         source, target = request.pages[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
         rows = self.kv_pages.flatten(1, 2).view(torch.uint8)
-        rows[:, target] = rows[:, source]  # in all layers: other branches lie between the accepted rows
+        rows[:, target] = rows[:, source]  # in all layers: close the gaps of rejected branches
         request.cached += len(path)
         for end in range(PAGE_SIZE, request.cached + 1, PAGE_SIZE):  # full pages, which are not written again
             self.page_of.setdefault(tuple(request.tokens[:end]), int(request.pages[end // PAGE_SIZE - 1]))
@@ -135,7 +135,7 @@ def main(seed=0):
     engine, num_equal = Engine(weights, requests), 0
     while engine.waiting or engine.running:
         engine.step()
-    for request in requests:  # once more: all tokens are computed again for each new one
+    for request in requests:  # check without a cache: each new token recomputes all earlier ones
         tokens = torch.tensor(request.prompt)
         while len(tokens) < request.max_len:
             tokens = torch.cat((tokens, next_tokens(weights, tokens, torch.arange(len(tokens)), plain_attention)[-1:]))

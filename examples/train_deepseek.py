@@ -1,17 +1,17 @@
-"""Train a layer of DeepSeek's sparse attention: first dense, then its indexer, then both with the keys it selects.
+"""Train a layer with DeepSeek's sparse attention: first dense, then the indexer alone, then both with selected keys.
 
     python examples/train_deepseek.py
 
-takes about half a minute on one core. A sequence lists pairs of a key and a value, then asks for the value of each key.
-One layer of latent attention can learn this task. There are three stages, as in DeepSeek-V3.2's report:
+This takes about half a minute on one core. A sequence lists pairs of a key and a value, then asks for the value of each
+key. One layer of latent attention can learn this task. There are three stages, as in DeepSeek-V3.2's report:
 
 1. Dense: the layer attends to all earlier tokens and is trained with the loss of the answers.
 2. Warm-up: the layer is frozen. The indexer learns to predict the share of attention that each token gets.
-3. Sparse: each query attends to the few tokens that the indexer selects. Layer and indexer are trained, the indexer on
-   these tokens.
+3. Sparse: each query attends to the few tokens that the indexer selects. Both the layer and the indexer are trained,
+   and the indexer's loss covers only the selected tokens.
 
-In the first step of each stage all gradients are compared with those that torch's autograd computes from the formulas
-in float64.
+In the first step of each stage, all gradients are compared with those that torch's autograd computes in float64 from
+the formulas.
 """
 
 import argparse
@@ -39,7 +39,7 @@ class Batch:
     """Sequences of the same length, packed one after the other."""
 
     tokens: torch.Tensor  # [T]
-    previous: torch.Tensor  # [T], the token before each
+    previous: torch.Tensor  # [T], the token before each token
     answers: torch.Tensor  # [T], the value to predict; -100 if the token is not a question
     starts: torch.Tensor  # i32 [T], the first key that each query sees
     stops: torch.Tensor  # i32 [T], one past the last key that each query sees
@@ -61,15 +61,15 @@ def batch_of(arguments: argparse.Namespace, generator: torch.Generator, device: 
     order = torch.rand(keys.shape, generator=generator).argsort(1)
     values = torch.randint(SYMBOLS, keys.shape, generator=generator)
     pairs = torch.stack([keys, SYMBOLS + values], 2)
-    asked = pairs.gather(1, order[..., None].expand_as(pairs))
-    answers = torch.stack([asked[..., 1] - SYMBOLS, torch.full_like(order, -100)], 2)
-    tokens = torch.cat([pairs, asked], 1).flatten(1)
+    questions = pairs.gather(1, order[..., None].expand_as(pairs))
+    answers = torch.stack([questions[..., 1] - SYMBOLS, torch.full_like(order, -100)], 2)
+    tokens = torch.cat([pairs, questions], 1).flatten(1)
     answers = torch.cat([torch.full_like(pairs, -100), answers], 1).flatten(1)
     length = tokens.shape[1]
-    place = torch.arange(tokens.numel())
-    starts = place - place % length
+    indices = torch.arange(tokens.numel())
+    starts = indices - indices % length
     previous = F.pad(tokens[:, :-1], (1, 0), value=2 * SYMBOLS)
-    parts = (tokens.flatten(), previous.flatten(), answers.flatten(), starts.int(), (place + 1).int())
+    parts = (tokens.flatten(), previous.flatten(), answers.flatten(), starts.int(), (indices + 1).int())
     return Batch(*(part.to(device) for part in parts))
 
 
@@ -81,7 +81,7 @@ def initial_weights(generator: torch.Generator) -> Weights:
         "index_weights": (WIDTH, INDEX_HEADS),
     }  # fmt: skip
     drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    one_hot = ("embedding", "before")  # the weights with one-hot inputs
+    one_hot = ("embedding", "before")  # their inputs are one-hot, so they are not scaled by the size of their inputs
     return {name: weight if name in one_hot else weight / len(weight) ** 0.5 for name, weight in drawn.items()}
 
 
@@ -89,9 +89,9 @@ OF_INDEXER = ("index_queries", "index_keys", "index_weights")
 
 
 def projected(weights: Weights, batch: Batch) -> tuple[torch.Tensor, ...]:
-    """The queries [T, H, D] and latents [T, 1, D] of attention; the queries, keys and weights of the indexer.
+    """The queries [T, H, D] and latents [T, 1, D] of attention, and the indexer's queries, keys and head weights.
 
-    No gradient reaches the layer through the indexer.
+    The indexer's inputs are detached, so its loss trains only the indexer.
     """
     x = weights["embedding"][batch.tokens] + weights["before"][batch.previous]
     q = (x @ weights["queries"]).unflatten(1, (HEADS, LATENT))
@@ -106,8 +106,8 @@ def loss_of_answers(weights: Weights, batch: Batch, out: torch.Tensor) -> torch.
 
 
 def divergence(target: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """The divergence of the softmax of scores from a target, averaged over tokens; without a key a score is -inf."""
-    log_shares = scores.log_softmax(-1).masked_fill(scores == -torch.inf, 0)  # there the target is 0
+    """The KL divergence from a target to the softmax of scores, averaged over tokens. Scores without a key are -inf."""
+    log_shares = scores.log_softmax(-1).masked_fill(scores == -torch.inf, 0)  # the target of a missing key is 0
     return F.kl_div(log_shares, target, reduction="sum") / len(target)
 
 
@@ -132,8 +132,8 @@ def warm_up_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) 
 
 def selected(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
     """Lists i32 [T, top_k] of the keys that the indexer selects."""
-    q, keys, of_heads = (part.detach() for part in projected(weights, batch)[2:])
-    return indexer_topk(q, keys, of_heads, arguments.top_k, **batch.ranges(), backend=arguments.backend)
+    q, keys, head_weights = (part.detach() for part in projected(weights, batch)[2:])
+    return indexer_topk(q, keys, head_weights, arguments.top_k, **batch.ranges(), backend=arguments.backend)
 
 
 def sparse_loss(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
@@ -151,16 +151,17 @@ STAGES: dict[str, Callable[[Weights, Batch, argparse.Namespace], torch.Tensor]] 
 
 
 def by_formulas(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> torch.Tensor:
-    """The loss of a stage, from products of all queries and keys, in the dtype of the weights.
+    """The loss of a stage, computed from the formulas with all queries and keys, in the dtype of the weights.
 
-    The operations make the indexer's selection, because rounding may change it between almost equal scores.
+    Only the selection of keys comes from the tested operations. A selection by formulas might differ from it, because
+    rounding changes the order of almost equal scores.
     """
     q, latents, index_q, index_keys, index_weights = projected(weights, batch)
-    place = torch.arange(len(batch.tokens), device=q.device)
-    seen = (place >= batch.starts[:, None]) & (place < batch.stops[:, None])
+    indices = torch.arange(len(batch.tokens), device=q.device)
+    seen = (indices >= batch.starts[:, None]) & (indices < batch.stops[:, None])
     if stage == "sparse":
         single = {name: weight.detach().float() for name, weight in weights.items()}
-        seen = (selected(single, batch, arguments)[..., None] == place).any(1)
+        seen = (selected(single, batch, arguments)[..., None] == indices).any(1)
     logits = torch.einsum("thd,sd->ths", q, latents[:, 0]) * LATENT**-0.5
     shares = logits.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
     answers = loss_of_answers(weights, batch, shares @ latents[:, 0])
@@ -171,19 +172,20 @@ def by_formulas(stage: str, weights: Weights, batch: Batch, arguments: argparse.
 
 
 def largest_difference(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
-    """The largest difference of a gradient from that in float64, relative to each gradient's largest entry."""
+    """The largest difference of a gradient from the float64 gradient, relative to the latter's largest entry."""
     learning = [name for name in weights if (name in OF_INDEXER) >= (stage == "warm-up")]
     if stage == "dense":
         learning = [name for name in learning if name not in OF_INDEXER]
-    found = torch.autograd.grad(STAGES[stage](weights, batch, arguments), [weights[name] for name in learning])
+    gradients = torch.autograd.grad(STAGES[stage](weights, batch, arguments), [weights[name] for name in learning])
     wide = {name: weight.detach().double().requires_grad_() for name, weight in weights.items()}
-    wanted = torch.autograd.grad(by_formulas(stage, wide, batch, arguments), [wide[name] for name in learning])
-    return max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, wanted, strict=True))
+    expected = torch.autograd.grad(by_formulas(stage, wide, batch, arguments), [wide[name] for name in learning])
+    pairs = zip(gradients, expected, strict=True)
+    return max(float((got - want).abs().max() / want.abs().max()) for got, want in pairs)
 
 
 @torch.no_grad()
-def found_share(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
-    """The share of dense attention that the selected keys have, averaged over the questions."""
+def attention_share(weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
+    """The share of dense attention that goes to the selected keys, averaged over the questions."""
     q, latents, *_ = projected(weights, batch)
     _, _, lse = sparse_mla_prefill(q, latents, batch.all_earlier(arguments.length)[:, None], d_v=LATENT)
     target = attention_target(q, latents, lse, **batch.ranges())
@@ -226,17 +228,17 @@ def train(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0 if all gradients equal those of the formulas, all losses fall and the warm-up improves the selection."""
+    """Return 0 if gradients equal those of the formulas, losses fall and the warm-up improves the selection; else 1."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--dense", type=int, default=150, help="steps of dense training")
-    parser.add_argument("--warm-up", type=int, default=300, help="steps of the indexer alone")
-    parser.add_argument("--sparse", type=int, default=200, help="steps with selected keys")
+    parser.add_argument("--dense", type=int, default=150, help="steps of the dense stage")
+    parser.add_argument("--warm-up", type=int, default=300, help="steps that train the indexer alone")
+    parser.add_argument("--sparse", type=int, default=200, help="steps of the sparse stage")
     parser.add_argument("--sequences", type=int, default=16, help="sequences per step")
-    parser.add_argument("--pairs", type=int, default=24, help="pairs per sequence, and questions")
-    parser.add_argument("--top-k", type=int, default=8, help="keys that a query selects")
+    parser.add_argument("--pairs", type=int, default=24, help="pairs per sequence, and also questions per sequence")
+    parser.add_argument("--top-k", type=int, default=8, help="keys that the indexer selects per query")
     parser.add_argument("--rate", type=float, default=5e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--device", help="torch device; default: a GPU if one is available")
     parser.add_argument("--backend", help="backend of all operations; default: chosen for the device")
     arguments = parser.parse_args(argv)
     arguments.length = 4 * arguments.pairs
@@ -246,14 +248,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     batches = (batch_of(arguments, generator, device) for _ in iter(int, 1))
     with one_thread():
         results = [train("dense", weights, batches, arguments, console)]
-        before = found_share(weights, next(batches), arguments)
+        before = attention_share(weights, next(batches), arguments)
         results.append(train("warm-up", weights, batches, arguments, console))
-        after = found_share(weights, next(batches), arguments)
+        after = attention_share(weights, next(batches), arguments)
         results.append(train("sparse", weights, batches, arguments, console))
     right = part_right(weights, next(batches), arguments)
     console.print(
-        f"the {arguments.top_k} of up to {arguments.length} keys that the indexer selects for a question have "
-        f"{before:.0%} of its attention before the warm-up and {after:.0%} after it; with them, {right:.0%} of the "
+        f"for a question, the indexer selects {arguments.top_k} of up to {arguments.length} keys; they get "
+        f"{before:.0%} of the attention before the warm-up and {after:.0%} after it; at the end, {right:.0%} of the "
         f"answers are right", highlight=False,
     )  # fmt: skip
     fell = all(last < 0.8 * first for _, first, last in results)

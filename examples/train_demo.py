@@ -2,8 +2,8 @@
 
     python examples/train_demo.py --model mla
 
-takes a few minutes on one core and writes src/ragged_attention/demo/weights_mla.npz. The text is small, and the model
-is meant to memorise it: `ragged-attention demo` shows how text is served, not how well a model learns.
+This takes a few minutes on one core and writes src/ragged_attention/demo/weights_mla.npz. The text is small, and the
+model is meant to memorise it: `ragged-attention demo` shows how text is served, not how well a model learns.
 """
 
 import argparse
@@ -28,12 +28,13 @@ Tensors = dict[str, Tensor]
 
 ROOT = Path(__file__).resolve().parent.parent
 PAPERS = ("README.md", "CONTRIBUTING.md", "docs/*.md", "reference/README.md")
-# The pages that a model of half a million weights can memorise; those with the beginnings of the prompts come first.
+# The pages that a model of half a million weights can memorise. The first pages are those from which the demo takes its
+# prompts.
 BY_HEART = (
     "docs/concepts.md", "README.md", "CONTRIBUTING.md", "docs/backends.md", "docs/configuration.md",
     "reference/README.md",
 )  # fmt: skip
-# The letters are those of `ragged_attention.demo.model`; Q is N + R, and W is C + R.
+# The size of each dimension. The letters are explained in `ragged_attention.demo.model`; Q is N + R, and W is C + R.
 SIZES = {
     "gqa": {"V": 256, "E": 128, "L": 4, "H": 8, "K": 2, "D": 16, "F": 192},
     "mla": {"V": 256, "E": 128, "L": 4, "H": 8, "N": 16, "Q": 32, "C": 64, "W": 80, "F": 136},
@@ -58,11 +59,11 @@ def paragraphs_of(text: str) -> Iterator[str]:
     for line in [*text.splitlines(), ""]:
         fence = line.lstrip().startswith("```")
         fenced ^= fence
-        passes = not (fenced or fence or line.lstrip().startswith(("|", "<!--"))) and line.strip()
-        if lines and (not passes or STARTS.match(line)):
+        is_text = not (fenced or fence or line.lstrip().startswith(("|", "<!--"))) and line.strip()
+        if lines and (not is_text or STARTS.match(line)):
             yield " ".join(lines)
             lines = []
-        if passes:
+        if is_text:
             lines.append(line.strip())
 
 
@@ -74,8 +75,8 @@ def docstrings_of(path: Path) -> Iterator[str]:
 
 
 def papers(patterns: Iterable[str]) -> list[str]:
-    found = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    return [INDENTED_CODE.sub("\n", paper) for paper in found]
+    texts = [path.read_text() for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    return [INDENTED_CODE.sub("\n", paper) for paper in texts]
 
 
 def corpus() -> list[str]:
@@ -88,9 +89,9 @@ def corpus() -> list[str]:
 
 
 def paragraphs_in(texts: Iterable[str]) -> list[str]:
-    """The paragraphs that are worth learning, without duplicates; each ends in a newline."""
-    found = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs_of(text))
-    return [f"{paragraph}\n" for paragraph in found if len(paragraph) >= 24]
+    """The paragraphs with at least 24 characters, without duplicates. Each ends in a newline."""
+    paragraphs = dict.fromkeys(paragraph for text in texts for paragraph in paragraphs_of(text))
+    return [f"{paragraph}\n" for paragraph in paragraphs if len(paragraph) >= 24]
 
 
 def initial_weights(generator: torch.Generator, kind: str = "gqa") -> Tensors:
@@ -123,7 +124,7 @@ class Text:
         self.bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8).long()
 
     def pieces(self, batch: int, length: int) -> Tensor:
-        """Random pieces [B, T + 1]. Half of them begin with a paragraph, as prompts do; the others begin anywhere."""
+        """Random pieces [B, T + 1]. Half of them begin where a paragraph begins, like prompts; the rest, anywhere."""
         at_starts = self.starts[torch.randint(len(self.starts), (batch // 2,), generator=self.generator)]
         anywhere = torch.randint(len(self.bytes), (batch - batch // 2,), generator=self.generator)
         rows = torch.cat((at_starts, anywhere))[:, None] + torch.arange(length + 1)
@@ -186,7 +187,7 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
 
 @torch.no_grad()
 def kv_scales(weights: Tensors, batch: Tensor) -> Tensor:
-    """The smallest power of two per layer with which the cached numbers of a text fit into the 8-bit format."""
+    """The KV scale of each layer: the smallest power of two with which the cached values fit into the 8-bit format."""
     positions = torch.arange(batch.shape[1])
     largest = torch.zeros(len(weights["latent"]))
 

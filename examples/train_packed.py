@@ -2,10 +2,10 @@
 
     python examples/train_packed.py
 
-takes one or two minutes on one core. The packed documents of a step are one row, and `varlen_attention` keeps them
-apart by the positions where they begin. Padded documents each have a row as long as the longest one, and torch's own
-attention is used. Both runs have the same initial weights, so their losses must be equal except for rounding. `--plot`
-draws both.
+This takes one or two minutes on one core. In the packed run, the documents of a step are concatenated to one row.
+`varlen_attention` gets their boundaries, so a token sees only its own document. In the padded run, each document has a
+row, which is as long as the longest document, and torch's own attention is used. Both runs have the same initial
+weights, so their losses must be equal except for rounding. `--plot` draws both loss curves.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def batches(paragraphs: list[str], arguments: argparse.Namespace, device: str) -> Iterator[Documents]:
-    """The documents of each step, with at least `tokens` bytes together. The seed determines their order."""
+    """The documents of each step, with at least `tokens` bytes in total. The seed determines their order."""
     generator = torch.Generator().manual_seed(arguments.seed)
     documents: Documents = []
     while True:
@@ -46,7 +46,7 @@ class Row(NamedTuple):
 
     tokens: torch.Tensor
     targets: torch.Tensor
-    positions: torch.Tensor  # of each token in its own document
+    positions: torch.Tensor  # the position of each token in its own document
     edges: torch.Tensor  # the start of each document, and the end of the row
     longest: int
 
@@ -60,7 +60,7 @@ def row_of(documents: Documents) -> Row:
 
 
 def row_loss(weights: Weights, row: Row, attend: Attend) -> torch.Tensor:
-    """The mean loss in nats per byte on documents in one row, which `attend` keeps apart."""
+    """The mean loss in nats per byte on documents in one row. In `attend`, a token must see only its own document."""
     hidden = GQA.forward_by_heads(weights, row.tokens, row.positions, attend)
     return F.cross_entropy(hidden @ weights["embed"].T, row.targets)
 
@@ -122,8 +122,10 @@ def train(paragraphs: list[str], arguments: argparse.Namespace, console: Console
             run.step(documents, learning_rate(step, arguments))
         if step % 25 == 0 or step == arguments.steps - 1:
             lengths = [len(document) - 1 for document in documents]
-            both = "  ".join(f"{name} {run.losses[-1]:.4f}" for name, run in runs.items())
-            console.print(f"step {step:4}  {both}  ({sum(lengths)} bytes in {len(lengths)} documents)", highlight=False)
+            both_losses = "  ".join(f"{name} {run.losses[-1]:.4f}" for name, run in runs.items())
+            console.print(
+                f"step {step:4}  {both_losses}  ({sum(lengths)} bytes in {len(lengths)} documents)", highlight=False
+            )
     return runs
 
 
@@ -167,10 +169,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--tokens", type=int, default=800, help="minimum number of bytes per step")
-    parser.add_argument("--length", type=int, default=384, help="the longest document; longer ones are cut")
+    parser.add_argument("--length", type=int, default=384, help="longest document in bytes; longer documents are cut")
     parser.add_argument("--rate", type=float, default=4e-3, help="highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--device", help="torch device; default: a GPU if one is available")
     parser.add_argument("--backend", help="backend of varlen_attention; default: chosen for the device")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of the losses to this file, as SVG")
     arguments = parser.parse_args(argv)
@@ -178,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with one_thread():
         runs = train(corpus(), arguments, console)
     packed, padded = runs.values()
-    largest = max(abs(one - other) for one, other in zip(packed.losses, padded.losses, strict=True))
+    largest = max(abs(first - second) for first, second in zip(packed.losses, padded.losses, strict=True))
     console.print(f"largest difference of the losses of a step: {largest:.2g} nats per byte", highlight=False)
     console.print(f"packed {packed.seconds:.1f} s, padded {padded.seconds:.1f} s", highlight=False)
     if arguments.plot:

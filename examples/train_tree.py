@@ -1,11 +1,12 @@
-"""Compare the gradients of rollouts that are packed as a prefix tree with those of the rollouts one by one.
+"""Compare the gradients of rollouts that are packed as a prefix tree with those of the same rollouts without sharing.
 
     python examples/train_tree.py
 
-takes seconds on one core. In reinforcement learning, a model is trained on many answers to one prompt, and dialogues
-share their turns up to the point where they differ. In a prefix tree each shared token is computed once: `tree_ranges`
-lists the ancestors of each token, and in `varlen_attention` the token sees only these. In the loss, a shared token
-counts once for each rollout that contains it, so loss and gradients equal those of the unshared batch.
+This takes a few seconds on one core. In reinforcement learning, a model is trained on many answers to one prompt, and
+dialogues share their turns up to the point where they differ. In a prefix tree, each shared token is computed only
+once. `tree_ranges` lists the ancestors of each token. With these lists, a token sees only its ancestors and itself in
+`varlen_attention`. In the loss, a shared token counts once for each rollout that contains it, so the loss and the
+gradients equal those of the rollouts without sharing.
 """
 
 import argparse
@@ -32,7 +33,7 @@ class Tree(NamedTuple):
 
     tokens: torch.Tensor
     parents: torch.Tensor  # the packed position of a token's parent, -1 for a root
-    depths: torch.Tensor  # a token's position in its rollouts
+    depths: torch.Tensor  # a token's position in the rollouts that contain it
     counts: torch.Tensor  # the number of rollouts that contain a token
 
 
@@ -40,10 +41,11 @@ def tree_of(rollouts: Rollouts) -> Tree:
     """The prefix tree of rollouts. Sorting puts them in depth-first order."""
     rows: list[tuple[int, int, int]] = []
     counts: list[int] = []
-    path: list[int] = []  # the packed positions of the last rollout's tokens
-    last: tuple[int, ...] = ()
+    path: list[int] = []  # the packed positions of the previous rollout's tokens
+    previous: tuple[int, ...] = ()
     for rollout in sorted(rollouts):
-        shared = next((at for at, pair in enumerate(zip(last, rollout, strict=False)) if pair[0] != pair[1]), len(last))
+        pairs = enumerate(zip(previous, rollout, strict=False))
+        shared = next((index for index, (old, new) in pairs if old != new), len(previous))
         path = path[:shared]
         for place in path:
             counts[place] += 1
@@ -51,7 +53,7 @@ def tree_of(rollouts: Rollouts) -> Tree:
             rows.append((token, path[-1] if path else -1, len(path)))
             counts.append(1)
             path.append(len(rows) - 1)
-        last = rollout
+        previous = rollout
     tokens, parents, depths = (torch.tensor(column) for column in zip(*rows, strict=True))
     return Tree(tokens, parents.to(torch.int32), depths, torch.tensor(counts))
 
@@ -74,7 +76,7 @@ def tree_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) 
 
 
 def unshared_loss(weights: Weights, rollouts: Rollouts, backend: str | None = None) -> torch.Tensor:
-    """The same loss for rollouts that are packed one after another, each with its own copy of shared tokens."""
+    """The same loss without sharing: rollouts are packed one after another, each with its own copy of shared tokens."""
     device = weights["embed"].device
     lengths = [len(rollout) for rollout in rollouts]
     tokens = torch.cat([torch.tensor(rollout, device=device) for rollout in rollouts])
@@ -100,21 +102,21 @@ class Step(NamedTuple):
 
 
 def step(loss_of: Callable[..., torch.Tensor], weights: Weights, rollouts: Rollouts, backend: str | None) -> Step:
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}  # the size of each saved storage by its address
     for weight in weights.values():
         weight.grad = None
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     start = time.perf_counter()
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
         loss = loss_of(weights, rollouts, backend)
     loss.backward()
     seconds = time.perf_counter() - start
     gradients = {name: weight.grad.clone() for name, weight in weights.items() if weight.grad is not None}
-    return Step(loss.item(), gradients, seconds, sum(kept.values()))
+    return Step(loss.item(), gradients, seconds, sum(saved.values()))
 
 
 def rollouts_of(text: bytes, prompt: int, turns: int, answers: int, length: int) -> Rollouts:
@@ -135,11 +137,11 @@ def rollouts_of(text: bytes, prompt: int, turns: int, answers: int, length: int)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--prompt", type=int, default=512, help="bytes that all rollouts share")
-    parser.add_argument("--turns", type=int, default=2, help="number of turns after the prompt")
+    parser.add_argument("--turns", type=int, default=2, help="number of different turns that follow the prompt")
     parser.add_argument("--answers", type=int, default=8, help="number of rollouts per turn")
     parser.add_argument("--length", type=int, default=64, help="bytes per turn and per answer")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", help="default: a GPU if there is one")
+    parser.add_argument("--device", help="torch device; default: a GPU if one is available")
     parser.add_argument("--backend", help="backend of varlen_attention; default: chosen for the device")
     arguments = parser.parse_args(argv)
     drawn = initial_weights(torch.Generator().manual_seed(arguments.seed))
@@ -156,17 +158,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def show(console: Console, rollouts: Rollouts, tree: Step, unshared: Step) -> None:
-    counts = {"as a tree": len(tree_of(rollouts).tokens), "one by one": sum(map(len, rollouts))}
-    table = Table("", "tokens", "loss", "seconds", "MB kept for the gradient", title=f"{len(rollouts)} rollouts")
-    for (name, count), made in zip(counts.items(), (tree, unshared), strict=True):
-        table.add_row(name, str(count), f"{made.loss:.3f}", f"{made.seconds:.2f}", f"{made.kept / 1e6:.1f}")
+    counts = {"as a tree": len(tree_of(rollouts).tokens), "without sharing": sum(map(len, rollouts))}
+    table = Table("", "tokens", "loss", "seconds", "MB saved for backward", title=f"{len(rollouts)} rollouts")
+    for (name, count), result in zip(counts.items(), (tree, unshared), strict=True):
+        table.add_row(name, str(count), f"{result.loss:.3f}", f"{result.seconds:.2f}", f"{result.kept / 1e6:.1f}")
     console.print(table)
-    largest = max(relative(tree.gradients[name], gradient) for name, gradient in unshared.gradients.items())
+    largest = max(relative_difference(tree.gradients[name], gradient) for name, gradient in unshared.gradients.items())
     console.print(f"largest relative difference of a gradient: {largest:.1g}", highlight=False)
 
 
-def relative(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max() / other.abs().max())
+def relative_difference(value: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((value - expected).abs().max() / expected.abs().max())
 
 
 if __name__ == "__main__":

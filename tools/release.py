@@ -1,11 +1,11 @@
-"""Builds, checks, tries and tags a release.
+"""Build, check, try and tag a release.
 
-    python tools/release.py dist           # an sdist and a wheel in dist/, checked, and tried in fresh environments
-    python tools/release.py release        # whether this commit can be released; changes nothing but dist/
-    python tools/release.py release --tag  # the same, then the tag
+    python tools/release.py dist           # build an sdist and a wheel in dist/, and check them
+    python tools/release.py release        # check whether this commit can be released; this changes only dist/
+    python tools/release.py release --tag  # check, and then tag the commit
 
-`make dist` and `make release` make the environment that this needs. Nothing is uploaded: the last lines that `release`
-prints are the commands for that.
+The wheel is also installed and tried in fresh environments. `make dist` and `make release` first make the environment
+that this script needs. Nothing is uploaded: at the end, `release` prints the commands for the upload.
 """
 
 import argparse
@@ -27,7 +27,7 @@ HEADING = re.compile(r"^## (?P<version>\d+\.\d+\.\d+)(?: - (?P<date>\d{4}-\d{2}-
 CITED = re.compile(r"^version: (\S+)$", re.MULTILINE)
 UNRELEASED = re.compile(r"^## Unreleased$(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 
-# Runs in an environment without a framework. It checks which package is installed, and that the reference computes.
+# A program for an environment without torch and jax. It checks that the installed package computes by its reference.
 WITHOUT_EXTRAS = """
 import numpy
 import ragged_attention
@@ -46,7 +46,7 @@ torch.testing.assert_close(ragged_paged_attention(*batch), ragged_paged_attentio
 
 
 def run(*command: object, cwd: Path = ROOT) -> None:
-    """Run a command that may print. If it fails, this program ends."""
+    """Run a command and show its output. If the command fails, this program exits."""
     shown = " ".join(map(str, command)).partition("\n")[0]
     print(f"\n$ {shown}", flush=True)
     if code := subprocess.run(list(map(str, command)), cwd=cwd, env=environment()).returncode:
@@ -54,7 +54,7 @@ def run(*command: object, cwd: Path = ROOT) -> None:
 
 
 def environment() -> dict[str, str]:
-    """The environment without variables that would show this checkout to a fresh environment, or change its results."""
+    """The environment variables without those that would make commands use this checkout or change their results."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "PYTHONPATH"))}
 
 
@@ -63,13 +63,13 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def stage(root: Path, folder: Path) -> None:
-    """Copy the files that git tracks or would add. Built or cached files in the checkout are not shipped.
+    """Copy the files that git tracks or would add to `folder`. Ignored files, such as build outputs, are not copied.
 
     README.md is converted by `for_an_index`.
     """
     for name in git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")[:-1]:
         source, target = root / name, folder / name
-        if source.is_symlink() or source.is_file():  # git still lists a file that was removed
+        if source.is_symlink() or source.is_file():  # git also lists files that are deleted in the working tree
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target, follow_symlinks=False)
     readme = folder / "README.md"
@@ -87,9 +87,9 @@ PICTURE = re.compile(r'<picture>.*?(<img [^>]*src=")([^"]+)("[^>]*>).*?</picture
 
 
 def for_an_index(readme: str, repository: str | None, tag: str) -> str:
-    """The README for a package index, which has no files beside it: links lead to the repository, and so do pictures.
+    """The README for a package index, where relative links do not work: links and pictures lead to the repository.
 
-    If `[project.urls]` has no Repository, only the text of links stays, and pictures are left out.
+    If `[project.urls]` has no Repository, pictures are left out, and links become plain text.
     """
     if repository is None:
         return LINK.sub(r"\1", BADGE.sub("", PICTURE.sub("", readme)))
@@ -110,7 +110,7 @@ def expect_same_contents(first: Path, second: Path) -> None:
 
 
 def try_install(wheel: Path, extra: str, code: str) -> None:
-    """Install a wheel in an empty environment, run the doctor, and run `code`, away from this checkout."""
+    """Install a wheel in a fresh environment outside this checkout. Run the doctor and `code` there."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         venv.create(place / "env", with_pip=True)
@@ -122,25 +122,26 @@ def try_install(wheel: Path, extra: str, code: str) -> None:
 
 
 def dist(root: Path) -> list[Path]:
-    """Build into dist/ and check the results. Returns the sdist and the wheel."""
+    """Build an sdist and a wheel in dist/, check and try them, and return their paths."""
     output = root / "dist"
     shutil.rmtree(output, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
-        tree, straight = Path(folder, "tree"), Path(folder, "straight")
+        tree, direct = Path(folder, "tree"), Path(folder, "direct")
         stage(root, tree)
         run(sys.executable, "-m", "build", "--outdir", output, tree)
-        run(sys.executable, "-m", "build", "--wheel", "--outdir", straight, tree)
+        run(sys.executable, "-m", "build", "--wheel", "--outdir", direct, tree)
         (sdist,), (wheel,) = output.glob("*.tar.gz"), output.glob("*.whl")
-        expect_same_contents(next(straight.glob("*.whl")), wheel)
+        expect_same_contents(next(direct.glob("*.whl")), wheel)
         run(sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
-        run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=tree)  # compares with the tree; see pyproject.toml
+        # The settings in pyproject.toml make this tool compare the wheel with the tree.
+        run(sys.executable, "-m", "check_wheel_contents", wheel, cwd=tree)
     try_install(wheel, "", WITHOUT_EXTRAS)
     try_install(wheel, "[torch]", WITH_TORCH)
     return [sdist, wheel]
 
 
 def version_of(root: Path) -> str:
-    """The version, read from the place where setuptools reads it."""
+    """The package's version, read from the file that setuptools reads."""
     attribute = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["dynamic"]["version"]["attr"]
     package, _, name = attribute.rpartition(".")
     text = (root / "src" / package / "__init__.py").read_text()
@@ -149,7 +150,7 @@ def version_of(root: Path) -> str:
 
 
 def hindrances(root: Path, today: datetime.date) -> list[str]:
-    """The reasons why this commit cannot be released, apart from those that the build shows."""
+    """The reasons why this commit cannot be released, except faults that only the build shows."""
     version, changelog = version_of(root), (root / "CHANGELOG.md").read_text()
     heading, unreleased = HEADING.search(changelog), UNRELEASED.search(changelog)
     reasons = []
@@ -172,7 +173,7 @@ def hindrances(root: Path, today: datetime.date) -> list[str]:
 
 
 def release(root: Path, today: datetime.date, tag: bool) -> int:
-    """Check, build and, with `tag`, tag. Prints the remaining steps."""
+    """Check and build, and tag if `tag` is set. Print the remaining steps. Return 1 if a check fails, otherwise 0."""
     if reasons := hindrances(root, today):
         print("\n".join(reasons), file=sys.stderr)
         return 1
@@ -182,7 +183,7 @@ def release(root: Path, today: datetime.date, tag: bool) -> int:
         git(root, "tag", "--annotate", name, "--message", f"ragged-attention {name.removeprefix('v')}")
         print(f"\nTagged {name}. To publish it:\n\n    git push origin {name}\n    {upload}")
     else:
-        print(f"\nAll is well. With --tag this would tag {name}; then `{upload}` would publish it.")
+        print(f"\nAll checks passed. With --tag, this command would tag {name}. Then `{upload}` would publish it.")
     return 0
 
 
@@ -192,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("dist", help="build, check and try an sdist and a wheel")
     releasing = commands.add_parser("release", help="check that this commit can be released, and build")
-    releasing.add_argument("--tag", action="store_true", help="tag it when all is well")
+    releasing.add_argument("--tag", action="store_true", help="tag the commit if all checks pass")
     options = parser.parse_args(arguments)
     if options.command == "dist":
         dist(ROOT)

@@ -1,12 +1,14 @@
-"""Tests with the supported versions: environments of the oldest, of later and of the newest ones, and tests in each.
+"""Run tests with the oldest, later and the newest supported versions of dependencies, each in its own environment.
 
-    python tools/versions.py                  # make them all, run the tests in each
-    python tools/versions.py newest --save    # only one of them, and save its outcome
+    python tools/versions.py                  # make all environments, and run the tests in each
+    python tools/versions.py newest --save    # only one environment; save its outcome
 
-pyproject.toml allows the versions between the oldest and the newest of `ENVIRONMENTS`, and docs/start/install.md has
-the outcomes of the tests; `--save` writes its table. Each environment is a folder in .venv-versions, of about 6 GB,
-because torch brings its CUDA libraries. The tests are those of both front ends, of `torch.compile`, of gradients and of
-the transformers integration, and all named batches on all backends that a CPU runs, thinned out as by `make test`.
+pyproject.toml allows the versions between the oldest and the newest of `ENVIRONMENTS`. `--save` writes the outcomes of
+the tests to the table in docs/start/install.md. Each environment is a folder in .venv-versions. It takes about 6 GB,
+because torch brings its CUDA libraries.
+
+The tests cover both front ends, `torch.compile`, gradients, the transformers integration, and all named batches on all
+backends that a CPU runs. Like `make test`, they run only a representative part of the cases.
 """
 
 import argparse
@@ -46,12 +48,12 @@ TOOLS = ("absl-py", "hypothesis", "ml_dtypes", "pytest", "pytest-xdist", "rich")
 
 @dataclass(frozen=True)
 class Environment:
-    """A version of Python, with the packages that are installed for it and their versions."""
+    """A version of Python, and the versions of the packages that are installed for it."""
 
     python: str
     packages: Mapping[str, str]
-    # Packages that are installed last and without their dependencies: torch for CUDA requires the Triton that it was
-    # built for, and jax's plugin the CUDA libraries.
+    # Packages that are installed last and without their dependencies. Torch for CUDA requires the Triton version that
+    # it was built for, and jax's CUDA plugin requires the CUDA libraries.
     separate: Mapping[str, str]
 
 
@@ -77,9 +79,9 @@ COLUMNS = ("Python", "torch", "Triton", "jax", "NumPy", "Numba", "transformers")
 
 def python_of(version: str) -> str:
     """The path of a Python interpreter of this version, from pyenv, PATH or uv."""
-    found = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
-    if found:
-        return str(found[-1])
+    pythons = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python{version}"))
+    if pythons:
+        return str(pythons[-1])
     if on_path := shutil.which(f"python{version}"):
         return on_path
     if uv := shutil.which("uv"):
@@ -100,7 +102,7 @@ def pinned(packages: Mapping[str, str]) -> list[str]:
 
 
 def made(name: str) -> Path:
-    """The path of an environment's Python. The environment is made if its packages are not those of `ENVIRONMENTS`."""
+    """The path of an environment's Python. The environment is made if it is missing or differs from `ENVIRONMENTS`."""
     wanted, folder = ENVIRONMENTS[name], FOLDER / name
     python, stamp = folder / "bin" / "python", folder / "made"
     described = json.dumps([wanted.python, wanted.packages, wanted.separate])
@@ -141,7 +143,7 @@ def table(outcomes: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def written(page: str, outcomes: Mapping[str, Mapping[str, Any]]) -> str:
-    """The page with its table replaced."""
+    """The page with a new table of these outcomes."""
     return re.sub(f"{BEGIN}.*?{END}", lambda _: f"{BEGIN}\n\n{table(outcomes)}\n\n{END}", page, flags=re.DOTALL)
 
 
@@ -154,7 +156,7 @@ def main(argv: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help=f"environments: {', '.join(ENVIRONMENTS)} (default: all)"
     )
-    parser.add_argument("--save", action="store_true", help=f"write the outcome to {PAGE.relative_to(ROOT)}")
+    parser.add_argument("--save", action="store_true", help=f"write the outcomes to {PAGE.relative_to(ROOT)}")
     options, arguments = parser.parse_known_args(argv)
     if unknown := set(options.names) - set(ENVIRONMENTS):
         parser.error(f"expected names of {', '.join(ENVIRONMENTS)}, got {', '.join(sorted(unknown))}")

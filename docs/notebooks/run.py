@@ -1,7 +1,7 @@
-"""Runs a notebook of this folder without Jupyter, and compares the output of its cells with the stored output.
+"""Run a notebook of this folder without Jupyter, and compare the output of its cells with the stored output.
 
     python docs/notebooks/run.py docs/notebooks/paged_attention_from_zero.ipynb
-    python docs/notebooks/run.py --write docs/notebooks/paged_attention_from_zero.ipynb    # stores their output
+    python docs/notebooks/run.py --write docs/notebooks/paged_attention_from_zero.ipynb    # store the new output
 
 The code cells run in order, in one namespace, in this process. The output of a cell with the tag `varies` is not
 compared: it depends on the machine, on versions or on the number of checks in the suite.
@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-MAGIC = "%%writefile "  # the one magic that the notebooks use: the rest of the cell goes to a file
+MAGIC = "%%writefile "  # the only magic that the notebooks use; it writes the other lines of the cell to a file
 
 
 def run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
     """Run one cell and return its output."""
     printed = io.StringIO()
-    # Tracebacks and Triton look up the source here.
+    # Tracebacks and Triton look up the source code of functions in this cache.
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
     with contextlib.redirect_stdout(printed):
         if source.startswith(MAGIC):
@@ -39,19 +39,19 @@ def run_cell(source: str, name: str, namespace: dict[str, Any]) -> str:
 
 
 def stored(cell: dict[str, Any]) -> str:
-    """The output of a cell that is stored in the notebook."""
+    """The output that the notebook stores for a cell."""
     return "".join("".join(output["text"]) for output in cell["outputs"])
 
 
 def outputs_of(printed: str) -> list[dict[str, Any]]:
-    """A cell's output in the notebook format."""
+    """A cell's printed text as outputs in the notebook format."""
     if not printed:
         return []
     return [{"name": "stdout", "output_type": "stream", "text": printed.splitlines(keepends=True)}]
 
 
 def run(notebook: dict[str, Any], name: str) -> list[str]:
-    """Run all code cells and store their output in `notebook`. Returns how it differs from the old output, as lines."""
+    """Run all code cells and store their output in `notebook`. Returns the lines of a diff from the old output."""
     namespace: dict[str, Any] = {"__name__": "__main__"}
     differences: list[str] = []
     for number, cell in enumerate(notebook["cells"], 1):

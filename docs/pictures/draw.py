@@ -1,8 +1,8 @@
-"""Draw the pictures of the documentation from the code and the tables that they are about.
+"""Draw the pictures of the documentation from the code and the tables that they show.
 
     python docs/pictures/draw.py
 
-writes every SVG in this folder anew; a test holds them to what this would write now.
+This rewrites every SVG in this folder. A test checks that the stored files equal what the script would write.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ LEFT, WIDTH = drawing.LEFT, drawing.WIDTH
 
 
 def batch_of(q_lens: tuple[int, ...], kv_lens: tuple[int, ...], **features: Any) -> view.Batch:
-    """A batch of an 8B model on an H200, bfloat16."""
+    """A batch of an 8B model in bfloat16 on an H200, with sequences of these lengths."""
     shapes = {"num_tokens": sum(q_lens), "max_num_seqs": len(q_lens), "max_len": max(kv_lens), "max_q_len": max(q_lens)}
     sample = Sample(**shapes, **features)
     return view.Batch(q_lens=q_lens, kv_lens=kv_lens, sample=sample, device=view.device_named("h200"))
 
 
 def pages() -> drawing.Drawing:
-    """A ragged batch: one decode, a speculative decode, a chunk of a prompt, a new prompt."""
+    """A ragged batch: one decode, a speculative decode, a chunk of a prompt, and a new prompt."""
     batch = batch_of((1, 4, 24, 13), (90, 37, 64, 13), page_size=16)
     size = batch.sample.page_size
     drawn = drawing.Drawing(
@@ -56,7 +56,7 @@ def pages() -> drawing.Drawing:
 
 
 def visited_keys() -> drawing.Drawing:
-    """The blocks that the programs of one sequence visit, as the kernels' plan has them."""
+    """The blocks of keys that the programs of one sequence visit, according to the kernels' plan."""
     cases = {
         "causal: 512 new tokens after 1536 cached tokens": batch_of((512,), (2048,)),
         "the same call with a sliding window of 1100 keys": batch_of((512,), (2048,), sliding_window=1100),
@@ -77,18 +77,18 @@ def visited_keys() -> drawing.Drawing:
 
 
 def masks() -> drawing.Drawing:
-    """What queries see by the ranges that the helpers write, one square a mask."""
+    """The keys that queries see under masks from the helpers of `key_ranges`, one square for each mask."""
     size = 20
-    own = np.array([0, size], np.int32), np.array([size], np.int32), size  # one prompt, from its first token on
+    prompt = np.array([0, size], np.int32), np.array([size], np.int32), size  # a prompt without cached tokens
     branches = [-1, *range(7), 5, 8, 9, 5, 11, 12, 10, 14, 15, 10, 17, 18]
     cases = {
-        "causal": ranges.causal_ranges(*own),
-        "sliding window of 6": ranges.causal_ranges(*own, sliding_window=6),
-        "chunks of 8": ranges.chunked_ranges(*own, chunk=8),
-        "blocks of 4": ranges.block_causal_ranges(*own, block=4),
-        "images at 3-8 and 11-17": ranges.span_ranges(*own, spans=np.array([[[3, 8], [11, 17]]], np.int32)),
-        "prefix of 4, window of 5": ranges.prefix_window_ranges(*own, prefix=4, sliding_window=5),
-        "window on both sides": ranges.window_ranges(*own, left=3, right=3),
+        "causal": ranges.causal_ranges(*prompt),
+        "sliding window of 6": ranges.causal_ranges(*prompt, sliding_window=6),
+        "chunks of 8": ranges.chunked_ranges(*prompt, chunk=8),
+        "blocks of 4": ranges.block_causal_ranges(*prompt, block=4),
+        "images at 3-8 and 11-17": ranges.span_ranges(*prompt, spans=np.array([[[3, 8], [11, 17]]], np.int32)),
+        "prefix of 4, window of 5": ranges.prefix_window_ranges(*prompt, prefix=4, sliding_window=5),
+        "window on both sides": ranges.window_ranges(*prompt, left=3, right=3),
         "a prefix tree": ranges.tree_ranges(np.array(branches, np.int32)),
     }
     cell, columns = 8, 4
@@ -98,23 +98,23 @@ def masks() -> drawing.Drawing:
         "through its first, second, third and fourth range.",
     )
     step = (LEFT + WIDTH) / columns
-    for index, (name, found) in enumerate(cases.items()):
+    for index, (name, mask) in enumerate(cases.items()):
         row, column = divmod(index, columns)
         x, y = 10 + column * step, 20.0 + row * (size * cell + 42)
         drawn.text(x, y, name, "head")
         drawn.boxes("faint", [(x, y + 8, size * cell, size * cell)])
-        for kind, edges in zip(("one", "two", "three", "four"), np.moveaxis(found, 1, 0), strict=False):
+        for kind, edges in zip(("one", "two", "three", "four"), np.moveaxis(mask, 1, 0), strict=False):
             boxes = [(begin, query, end - begin) for query, (begin, end) in enumerate(edges) if begin < end]
             drawn.boxes(kind, [(x + a * cell, y + 8 + q * cell, n * cell, cell - 1) for a, q, n in boxes])
     return drawn
 
 
 def selections() -> drawing.Drawing:
-    """Keys that sparse attention reads, selected by the reference from random scores: one square a kind of lists."""
+    """The keys that sparse attention reads, selected by the reference from random scores: a square per kind of list."""
     tokens, cell, block = 32, 6, 4
     rng = np.random.default_rng(5)
     query, key = np.arange(tokens)[:, None], np.arange(tokens)
-    near = 1.5 * np.exp((key - query) / 6)  # scores favour recent keys, as those of models do
+    near = 1.5 * np.exp((key - query) / 6)  # recent keys have larger scores, as in models
     scores = np.where(key <= query, rng.standard_normal((tokens, tokens)) + near, -np.inf)
     top_k, top_k_blocks = (
         getattr(importlib.import_module(f"ragged_attention.reference.{name}"), name)
@@ -122,14 +122,15 @@ def selections() -> drawing.Drawing:
     )
 
     def cells(lists: np.ndarray, width: int) -> list[tuple[int, int, int]]:
-        """Of each entry: first key, query and number of keys that the query sees."""
-        found = [(entry * width, row, width) for row, entries in enumerate(lists) for entry in entries if entry >= 0]
-        return [(first, row, min(first + count, row + 1) - first) for first, row, count in found]
+        """The first key, the query and the number of visible keys for each entry of the lists."""
+        boxes = [(entry * width, row, width) for row, entries in enumerate(lists) for entry in entries if entry >= 0]
+        return [(first, row, min(first + count, row + 1) - first) for first, row, count in boxes]
 
     block_scores = scores.reshape(tokens, 1, -1, block).max(axis=3)
     forced = top_k_blocks(np.where(np.isinf(block_scores), -np.inf, 0), 2, init_blocks=1, local_blocks=1)
     blocks = top_k_blocks(block_scores, 4, init_blocks=1, local_blocks=1)
-    rows = np.where((key[: tokens // block] + 1) * block <= query + 1, block_scores[:, 0], -np.inf)  # complete rows
+    is_complete = (key[: tokens // block] + 1) * block <= query + 1  # the query is not before the group's last key
+    rows = np.where(is_complete, block_scores[:, 0], -np.inf)
     window = [(max(row - 5, 0), row, min(row + 1, 6)) for row in range(tokens)]
     squares: dict[str, list[tuple[str, list[tuple[int, int, int]]]]] = {
         "indexer_topk: 6 keys": [("one", cells(top_k(scores, 6), 1))],
@@ -152,25 +153,25 @@ def selections() -> drawing.Drawing:
         x, y = 10 + column * step, 56
         drawn.text(x, y - 8, name, "head")
         drawn.boxes("faint", [(x, y, tokens * cell, tokens * cell)])
-        for kind, found in kinds:
-            drawn.boxes(kind, [(x + a * cell, y + q * cell, n * cell - 0.5, cell - 0.5) for a, q, n in found])
+        for kind, boxes in kinds:
+            drawn.boxes(kind, [(x + a * cell, y + q * cell, n * cell - 0.5, cell - 0.5) for a, q, n in boxes])
     return drawn
 
 
 def with_one_count(launch: schedule.Launch, count: int, block: int) -> schedule.Launch:
-    """The same sequences, each in `count` parts, whatever its length."""
+    """The launch with `count` KV splits for each sequence, whatever its length."""
     programs: list[schedule.Program] = []
     for seq, group in itertools.groupby(launch.programs, key=lambda program: program.seq):
         stop = max(program.span[1] for program in group)
-        each = math.ceil(stop / block / count) * block
-        for start in range(0, stop, each):
-            visits = (schedule.Visit(start, min(start + each, stop), block, False),)
+        length = math.ceil(stop / block / count) * block
+        for start in range(0, stop, length):
+            visits = (schedule.Visit(start, min(start + length, stop), block, False),)
             programs.append(schedule.Program(len(programs), seq, (0, 0), visits))
     return dataclasses.replace(launch, programs=tuple(programs))
 
 
 def splits() -> drawing.Drawing:
-    """One sequence of 128k keys among 63 of 1k: parts of one length, and one number of parts for all."""
+    """Decode of one sequence of 128k keys and 63 of 1k keys: KV splits of equal length, and an equal number of them."""
     batch = batch_of((1,) * 64, (1024,) * 63 + (131072,))
     lanes = batch.device.num_multiprocessors
     tile = dispatch.load(batch.operation, "triton").heuristic(batch.call())
@@ -194,19 +195,20 @@ def splits() -> drawing.Drawing:
 
 
 def roles(layout: CacheFormat, tokens: int) -> list[tuple[int, str, int]]:
-    """Of each byte of a page: its token, what it is, and how many columns of the row change with it.
+    """The token and the kind of each byte of a page, and the number of columns of a row that depend on the byte.
 
-    Found by changing one byte after another and looking at the rows that `dequantize_mla_cache` reads.
+    They are found by an experiment: one byte after another is changed, and `dequantize_mla_cache` shows which columns
+    change.
     """
     quantize, dequantize = (
         getattr(importlib.import_module(f"ragged_attention.reference.{name}"), name)
         for name in ("quantize_mla_cache", "dequantize_mla_cache")
     )
     signs = np.random.default_rng(0).choice((-1.0, 1.0), (1, tokens, 1, layout.width))
-    rows = signs * np.linspace(1, 1.5, layout.width)  # without zeros, which no scale would change
+    rows = signs * np.linspace(1, 1.5, layout.width)  # no zeros, because a change of the scale would not change them
     page = quantize(rows, layout.name, cache_layout=layout.layout)
     before = dequantize(page, layout.name, cache_layout=layout.layout)
-    found: list[tuple[int, str, int]] = []
+    byte_roles: list[tuple[int, str, int]] = []
     for index in range(page.size):
         changed = page.copy()
         changed.reshape(-1)[index] ^= 1
@@ -214,16 +216,16 @@ def roles(layout: CacheFormat, tokens: int) -> list[tuple[int, str, int]]:
         _, token, _, columns = np.nonzero(after != before)
         kind = "values" if len(columns) == 1 else "scales"
         if not len(columns):
-            found.append((found[-1][0], "padding", 0))
+            byte_roles.append((byte_roles[-1][0], "padding", 0))
         else:
-            found.append((int(token[0]), "rotary" if columns[0] >= layout.values else kind, len(columns)))
-    return found
+            byte_roles.append((int(token[0]), "rotary" if columns[0] >= layout.values else kind, len(columns)))
+    return byte_roles
 
 
-def runs_of(found: list[tuple[int, str, int]]) -> Iterator[tuple[int, int, int, str, int]]:
-    """Bytes [start, stop) that belong together, the token, what they are, and how many columns one stands for."""
+def runs_of(byte_roles: list[tuple[int, str, int]]) -> Iterator[tuple[int, int, int, str, int]]:
+    """Yield runs of like bytes: start, stop, token, kind, and the number of columns that depend on each byte."""
     start = 0
-    for (token, kind, columns), group in itertools.groupby(found):
+    for (token, kind, columns), group in itertools.groupby(byte_roles):
         stop = start + len(list(group))
         yield start, stop, token, kind, columns
         start = stop
@@ -246,7 +248,7 @@ KINDS = {"values": "one", "scales": "two", "rotary": "three", "padding": "grey"}
 
 
 def mla_rows() -> drawing.Drawing:
-    """A latent cache byte by byte, in each format."""
+    """The formats of a latent cache, byte by byte."""
     drawn = drawing.Drawing(
         "Formats of a latent cache, byte by byte",
         "A row of a plain cache in bfloat16, and a page of two tokens in each quantised format and layout: values, "
@@ -263,18 +265,18 @@ def mla_rows() -> drawing.Drawing:
     y = 92.0
     laid_out = [dataclasses.replace(of, layout=name) for of in CACHE_FORMATS.values() for name in of.layouts]
     for layout in laid_out:
-        found = list(runs_of(roles(layout, tokens=2)))
+        runs = list(runs_of(roles(layout, tokens=2)))
         name = layout.name if len(layout.layouts) == 1 else f"{layout.name}, {layout.layout}"
         drawn.text(LEFT - 8, y + 11, f"{name}: 2 x {layout.token_bytes} bytes", "small", "end")
         for kind, colour in KINDS.items():
             boxes = [
                 (LEFT + start * scale, y, (stop - start) * scale - 0.4, 14)
-                for start, stop, _, of, _ in found
-                if of == kind
+                for start, stop, _, run_kind, _ in runs
+                if run_kind == kind
             ]
             drawn.boxes(colour, boxes)
         y += 27
-        for start, stop, token, kind, columns in found:
+        for start, stop, token, kind, columns in runs:
             text = f"{start} - {stop - 1}" if stop - start > 1 else f"{start}"
             what = explained(stop - start, kind, columns, layout)
             drawn.text(LEFT, y, f"{text}: token {token}, {what}", "small quiet")
@@ -284,21 +286,21 @@ def mla_rows() -> drawing.Drawing:
 
 
 def kv_parts(form: KvFormat, width: int) -> list[tuple[str, int]]:
-    """What a row of keys or values is made of: kinds and bytes, codes first."""
+    """The parts of a row of keys or values, codes first: the kind and the number of bytes of each part."""
     parts = [("codes", width // form.columns_per_element * ITEM_BYTES.get(form.codes, 1))]
     if not form.scaled:
         return parts
-    each = ITEM_BYTES.get(form.scales, 1)
+    scale_bytes = ITEM_BYTES.get(form.scales, 1)
     if form.zero == "stored":
-        return [*parts, ("scales", each), ("zero", each)]
-    return [*parts, ("scales", form.scales_of_row(width) * each)]
+        return [*parts, ("scales", scale_bytes), ("zero", scale_bytes)]
+    return [*parts, ("scales", form.scales_of_row(width) * scale_bytes)]
 
 
 def kv_page(parts: Sequence[tuple[str, int]], tokens: int, *, by_row: bool) -> list[tuple[str, int, int, str]]:
-    """A page of one head as vLLM has it, as runs of bytes: their kind, start, stop and text.
+    """The byte runs in vLLM's page of one head: the kind, start, stop and text of each run.
 
-    `by_row`: a token's K, its scale, V and its scale follow one another. Otherwise the codes of K of all tokens come
-    first, then their scales, and then the same of V.
+    With `by_row`, each token has its K, the scale of K, its V and the scale of V one after another. Otherwise the page
+    begins with the K codes of all tokens, followed by their scales, the V codes of all tokens and their scales.
     """
     pieces = (
         [(kind, size, f"{side} of token {token}") for token in range(tokens) for side in "KV" for kind, size in parts]
@@ -314,7 +316,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def kv_rows() -> drawing.Drawing:
-    """The formats of caches of K and V byte by byte: a row of each, and two of vLLM's pages."""
+    """The formats of KV caches byte by byte: a row of each format, and three of vLLM's pages."""
     width, tokens = 64, 2
     drawn = drawing.Drawing(
         "Formats of KV caches, byte by byte",
@@ -341,8 +343,8 @@ def kv_rows() -> drawing.Drawing:
     for name, form in (*zip(names, plain, strict=True), *((form.name, form) for form in SCALED_FORMATS)):
         pieces, at = [], 0.0
         for kind, size in kv_parts(form, width):
-            at += 4 if kind == "scales" else 0  # codes and scales are apart in memory
-            zero = 0.5 if kind == "scales" and form.zero == "mantissa" else 0.0  # the lowest 4 bits, in the first byte
+            at += 4 if kind == "scales" else 0  # a gap, because codes and scales are in separate pages
+            zero = 0.5 if kind == "scales" and form.zero == "mantissa" else 0.0  # 4 bits in the scale's first byte
             if zero:
                 pieces.append(("zero", at, at + zero))
             pieces.append((kind, at + zero, at + size))
@@ -374,7 +376,7 @@ def _said_of(form: KvFormat, width: int) -> str:
 
 
 def index_page() -> drawing.Drawing:
-    """A page of the indexer's keys byte by byte, found as `roles` finds those of latents."""
+    """A page of the indexer's keys byte by byte. The bytes' kinds are found by the same experiment as in `roles`."""
     write, read = (
         importlib.import_module(f"ragged_attention.reference.{name}") for name in ("write_indexer_cache", "_indexer")
     )
@@ -382,16 +384,16 @@ def index_page() -> drawing.Drawing:
     rows = np.random.default_rng(0).choice((-1.0, 1.0), (keys, head_dim)) * np.linspace(1, 1.5, head_dim)
     page = write.write_indexer_cache(rows, np.zeros((1, keys, 1, head_dim + 4), np.uint8), np.arange(keys))
 
-    def held(page: np.ndarray) -> np.ndarray:
+    def dequantized(page: np.ndarray) -> np.ndarray:
         values, scales = read.Keys(page, None, None, head_dim).at(np.zeros(keys, int), np.arange(keys))
         return values * scales[:, None]
 
-    found: list[tuple[int, str, int]] = []
+    byte_roles: list[tuple[int, str, int]] = []
     for index in range(page.size):
         changed = page.copy()
         changed.reshape(-1)[index] ^= 1
-        key, columns = np.nonzero(held(changed) != held(page))
-        found.append((int(key[0]), "values" if len(columns) == 1 else "scales", len(columns)))
+        key, columns = np.nonzero(dequantized(changed) != dequantized(page))
+        byte_roles.append((int(key[0]), "values" if len(columns) == 1 else "scales", len(columns)))
     drawn = drawing.Drawing(
         "A page of the indexer's keys, byte by byte",
         f"A page of {keys} keys of {head_dim} columns: the e4m3 values of all keys, then a float32 scale for each key.",
@@ -399,7 +401,7 @@ def index_page() -> drawing.Drawing:
     drawn.legend(LEFT, 20, [("one", "values"), ("two", "scales")])
     drawn.text(LEFT - 8, 45, f"{keys} keys, {head_dim} columns: {page.size} bytes", "small", "end")
     scale, y = WIDTH / page.size, 61.0
-    for start, stop, key, kind, _ in runs_of(found):
+    for start, stop, key, kind, _ in runs_of(byte_roles):
         drawn.boxes(KINDS[kind], [(LEFT + start * scale, 34, (stop - start) * scale - 0.4, 14)])
         what = f"{stop - start} e4m3 values" if kind == "values" else "scale, float32"
         drawn.text(LEFT, y, f"{start} - {stop - 1}: key {key}, {what}", "small quiet")
@@ -408,7 +410,7 @@ def index_page() -> drawing.Drawing:
 
 
 def formats() -> drawing.Drawing:
-    """Where the bits of each number format go."""
+    """The bits of each number format: sign, exponent and fraction."""
     ml_dtypes = importlib.import_module("ml_dtypes")
     names = {
         "float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "e4m3": "float8_e4m3fn",
@@ -444,7 +446,7 @@ def _draw_bits(drawn: drawing.Drawing, y: float, name: str, counts: Mapping[str,
 
 
 def loops() -> list[dict[str, str]]:
-    """The table of workloads of docs/predictions.md."""
+    """The rows of the table of workloads in docs/predictions.md, as dicts by column."""
     page = (DOCS / "predictions.md").read_text()
     table = page[page.index("<!-- loops -->") : page.index("<!-- end of loops -->")]
     heads, _, *rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
@@ -452,7 +454,7 @@ def loops() -> list[dict[str, str]]:
 
 
 def roofline() -> drawing.Drawing:
-    """What is predicted for each case, as times of its floor, on a scale of factors."""
+    """The predicted times of all cases, divided by their floors, on a logarithmic scale."""
     rows = loops()
     drawn = drawing.Drawing(
         "Predicted times on an H200, divided by the floor",
@@ -485,12 +487,12 @@ def roofline() -> drawing.Drawing:
     return drawn
 
 
-RATE = 2048  # multiplications of a multiprocessor's tensor cores in a cycle
-PRODUCT = {"QK": 64 * 64 * 576, "PV": 64 * 64 * 256}  # logits of a block; its weights and one half of its values
+RATE = 2048  # multiplications per cycle by the tensor cores of one multiprocessor
+PRODUCT = {"QK": 64 * 64 * 576, "PV": 64 * 64 * 256}  # logits of a block; weights times one half of the values
 
 
 def steps() -> list[dict[str, str]]:
-    """The table of the seesaw's steps in docs/cuda_kernels.md."""
+    """The rows of the table in docs/cuda_kernels.md with the steps of the seesaw schedule, as dicts by column."""
     page = (DOCS / "cuda_kernels.md").read_text()
     rows = re.search(r"\| time \| W0: left.*?\n((?:\|.*\n)+)", page)
     assert rows, "no table of the seesaw in docs/cuda_kernels.md"
@@ -500,9 +502,9 @@ def steps() -> list[dict[str, str]]:
 
 
 def seesaw() -> drawing.Drawing:
-    """A pair of blocks in the Hopper kernels' seesaw, on an axis of the tensor cores' cycles."""
-    found = steps()
-    lengths = [[PRODUCT[word.split()[0]] // RATE for word in row["products"].split(", ")] for row in found]
+    """The seesaw schedule of the Hopper kernels: one pair of blocks, on an axis of tensor core cycles."""
+    rows = steps()
+    lengths = [[PRODUCT[word.split()[0]] // RATE for word in row["products"].split(", ")] for row in rows]
     total = sum(map(sum, lengths))
     scale, y = (WIDTH + 120) / total, 60.0
     left = LEFT - 120
@@ -516,21 +518,21 @@ def seesaw() -> drawing.Drawing:
     for line, name in enumerate(("tensor cores", "W0", "W1")):
         drawn.text(left - 8, y + 14 + 34 * line, name, "small", "end")
     x = float(left)
-    for number, (row, each) in enumerate(zip(found, lengths, strict=True), start=1):
-        for word, cycles in zip(row["products"].split(", "), each, strict=True):
+    for number, (row, durations) in enumerate(zip(rows, lengths, strict=True), start=1):
+        for word, cycles in zip(row["products"].split(", "), durations, strict=True):
             first = word.startswith("QK 0") or word.endswith("left")
             kind = "one" if first else "two"
             drawn.boxes(kind, [(x, y, cycles * scale - 1, 20), (x, y + (34 if first else 68), cycles * scale - 1, 20)])
             drawn.text(x + 4, y + 14, word, "on")
             x += cycles * scale
-        start = x - sum(each) * scale
+        start = x - sum(durations) * scale
         for line, cell in ((34, row["left"]), (68, row["right"])):
             if not ("logits" in cell or "+=" in cell or cell.startswith("(")):
                 drawn.boxes("faint", [(start, y + line, x - start - 1, 20)])
         drawn.line(x, y - 4, x, y + 92, "dotted")
-        drawn.text(x - sum(each) * scale / 2, y + 104, number, "small quiet", "middle")
+        drawn.text(x - sum(durations) * scale / 2, y + 104, number, "small quiet", "middle")
     y += 122
-    for row in found:
+    for row in rows:
         released = f"; released: {row['released']}" if row["released"] else ""
         drawn.text(left, y, f"{row['time']}.  W0: {row['left']}.  W1: {row['right']}{released}", "small")
         y += 14
@@ -542,17 +544,17 @@ TITLES = {"vllm": "vLLM", "openvino": "OpenVINO", "sdpa": "SDPA", "eager": "eage
 
 
 def measured_on_a_cpu() -> dict[str, Any]:
-    """The newest of the saved results of `make bench-cpu`."""
+    """The newest saved result of `make bench-cpu`."""
     return json.loads(max((DOCS.parent / "benchmarks" / "results").glob("cpu_*.json")).read_text())
 
 
 def cpu() -> drawing.Drawing:
-    """Each peer's time over ours in every case of the CPU benchmark, on a scale of factors."""
-    found = measured_on_a_cpu()
-    runs = found["runs"]
+    """Each peer's time divided by ours in every case of the CPU benchmark, on a logarithmic scale."""
+    record = measured_on_a_cpu()
+    runs = record["runs"]
     drawn = drawing.Drawing(
         "Time of other libraries divided by ours, on a CPU",
-        f"Above 1, ours is faster. Measured on {found['cpu']}, torch {found['torch']}, {found['date']}.",
+        f"Above 1, ours is faster. Measured on {record['cpu']}, torch {record['torch']}, {record['date']}.",
     )
     labels = LEFT + 190
     drawn.text(10, 20, "Measured: the other library's time divided by ours (above 1, ours is faster)", "head")
@@ -569,14 +571,14 @@ def cpu() -> drawing.Drawing:
 
 
 def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, cases: list[dict[str, Any]]) -> None:
-    """Cases from top to bottom, each with a mark for every peer."""
+    """Draw the cases from top to bottom, each with a mark for every peer."""
     ratios = [math.log2(case["ratios"][peer]) for case in cases for peer in PEERS.values() if peer in case["ratios"]]
     least, most = math.floor(min(ratios)), math.ceil(max(ratios))
     unit, bottom = width / (most - least), top + 14 * len(cases)
     drawn.boxes("faint", [(left, top + 14 * row + 5.5, width, 1) for row in range(len(cases))])
     for kind, peer in PEERS.items():
-        given = [(row, case["ratios"][peer]) for row, case in enumerate(cases) if peer in case["ratios"]]
-        marks = [(left + (math.log2(ratio) - least) * unit, top + 14 * row) for row, ratio in given]
+        rows = [(row, case["ratios"][peer]) for row, case in enumerate(cases) if peer in case["ratios"]]
+        marks = [(left + (math.log2(ratio) - least) * unit, top + 14 * row) for row, ratio in rows]
         drawn.boxes(kind, [(x - 1.5, y + 1, 3, 10) for x, y in marks])
     for power in range(least, most + 1):
         x = left + (power - least) * unit
@@ -588,7 +590,7 @@ IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")  # the cases of the R
 
 
 def speed() -> drawing.Drawing:
-    """The README's picture: the time of other libraries over ours on a CPU, in typical cases."""
+    """The README's picture: the time of other libraries divided by ours, on a CPU in typical cases."""
     record = measured_on_a_cpu()
     run = record["runs"][-1]
     cases = [case for case in run["cases"] if case["name"] in IN_README]
@@ -621,19 +623,19 @@ def speed() -> drawing.Drawing:
 
 
 def growth() -> drawing.Drawing:
-    """What a key takes in batches of all sizes, measured, and how evenly programs fill more threads, planned."""
-    found = json.loads((DOCS.parent / "benchmarks" / "results" / "growth_cpu.json").read_text())
+    """The measured time per key in batches of several sizes, and the planned use of up to 64 threads."""
+    record = json.loads((DOCS.parent / "benchmarks" / "results" / "growth_cpu.json").read_text())
     drawn = drawing.Drawing(
         "How decode grows on a CPU",
         "Measured nanoseconds per key and KV head, by keys per sequence; and the planned share of the time of 1 to 64 "
-        f"threads that programs use. Measured on {found['cpu']}, torch {found['torch']}.",
+        f"threads that programs use. Measured on {record['cpu']}, torch {record['torch']}.",
     )
-    panel, top = (LEFT + WIDTH + 20) / (len(found["runs"]) + 1), 70.0
-    counts = sorted({row["num_seqs"] for run in found["runs"] for row in run["growth"]})
+    panel, top = (LEFT + WIDTH + 20) / (len(record["runs"]) + 1), 70.0
+    counts = sorted({row["num_seqs"] for run in record["runs"] for row in run["growth"]})
     kinds = dict(zip(counts, ("one", "two", "three", "four"), strict=True))
     drawn.text(10, 20, "Decode: nanoseconds per key and KV head, and the share of threads in use", "head")
     drawn.legend(40, 38, [(kind, f"{count} sequences" if count > 1 else "1 sequence") for count, kind in kinds.items()])
-    for number, run in enumerate(found["runs"]):
+    for number, run in enumerate(record["runs"]):
         threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
         columns = sorted({row["keys"] for row in run["growth"]})
         points = [(kinds[row["num_seqs"]], columns.index(row["keys"]), row["nanoseconds"]) for row in run["growth"]]
@@ -641,11 +643,11 @@ def growth() -> drawing.Drawing:
         _draw_powers(
             drawn, (40 + number * panel, top, panel - 60), (4, 8), points, f"{threads}, by keys per sequence", names
         )
-    shares = {("grey", column, 100 * share) for row in found["plan"].values() for column, share in enumerate(row)}
-    least = min(found["plan"], key=lambda name: min(found["plan"][name]))
-    box = (40 + len(found["runs"]) * panel, top, panel - 60)
-    drawn.text(box[0], 44, f"{len(found['plan'])} batches; lowest: {least} keys", "small quiet")
-    _draw_powers(drawn, box, (4, 7), sorted(shares), "planned use of the threads' time, %", found["planned_threads"])
+    shares = {("grey", column, 100 * share) for row in record["plan"].values() for column, share in enumerate(row)}
+    least = min(record["plan"], key=lambda name: min(record["plan"][name]))
+    box = (40 + len(record["runs"]) * panel, top, panel - 60)
+    drawn.text(box[0], 44, f"{len(record['plan'])} batches; lowest: {least} keys", "small quiet")
+    _draw_powers(drawn, box, (4, 7), sorted(shares), "planned use of the threads' time, %", record["planned_threads"])
     return drawn
 
 
@@ -653,7 +655,7 @@ def _draw_powers(
     drawn: drawing.Drawing, box: tuple[float, float, float], powers: tuple[int, int],
     points: Iterable[tuple[str, int, float]], title: str, columns: Sequence[object],
 ) -> None:  # fmt: skip
-    """Marks of several colours over named columns, on a scale from one power of two to another."""
+    """Draw marks of several colours over named columns, on a logarithmic scale between two powers of two."""
     (left, top, width), (least, most), height = box, powers, 140.0
     spacing, unit = width / (len(columns) - 1), height / (most - least)
     drawn.text(left, top - 12, title, "small quiet")
@@ -672,7 +674,7 @@ def _draw_powers(
 
 
 def scaling() -> drawing.Drawing:
-    """Tokens a second of three models over the devices of three networks, as `benchmarks/scaling.py` plans them."""
+    """The tokens per second that `benchmarks/scaling.py` plans for three models, by number of devices and network."""
     plan = importlib.import_module("benchmarks.scaling")
     drawn = drawing.Drawing(
         "Tokens per second by number of devices",
@@ -687,16 +689,16 @@ def scaling() -> drawing.Drawing:
     for number, model in enumerate(plan.MODELS):
         left, width = 50 + number * panel, panel - 60
         steps = {n.name: [plan.decode_step(model, d, n, plan.Machine()) for d in devices] for n in plan.NETWORKS}
-        most = max(step.tokens_a_second for found in steps.values() for step in found)
+        most = max(step.tokens_a_second for plans in steps.values() for step in plans)
         unit, spacing = height / most, width / (len(devices) - 1)
         drawn.text(left, top - 12, model.name, "head")
         for share in (0.0, 0.5, 1.0):
             y = top + height * (1 - share)
             drawn.line(left, y, left + width, y, "line" if share == 0 else "dotted")
             drawn.text(left - 4, y + 4, f"{most * share:.0f}", "small quiet", "end")
-        for name, found in steps.items():
+        for name, plans in steps.items():
             points = [
-                (left + index * spacing, top + height - step.tokens_a_second * unit) for index, step in enumerate(found)
+                (left + index * spacing, top + height - step.tokens_a_second * unit) for index, step in enumerate(plans)
             ]
             for before, after in itertools.pairwise(points):
                 drawn.line(*before, *after, "dotted")
@@ -724,21 +726,22 @@ PICTURES: dict[str, Callable[[], drawing.Drawing]] = {
     "growth": growth,
     "scaling": scaling,
 }
-# These are also there in light and in dark colours alone, for `<picture>`: a page may have a switch of its own.
+# These pictures also have one version in light and one in dark colours, for `<picture>`. A page with its own colour
+# switch needs these versions.
 IN_PAIRS = ("pages", "cpu", "speed", "growth", "scaling")
 
 
 def files() -> dict[str, Callable[[], str]]:
-    """What writes each file of this folder, by its name without the ending."""
+    """A function for each file of this folder, by its name without the suffix, that returns the file's text."""
     drawn = {name: functools.cache(draw) for name, draw in PICTURES.items()}
-    found: dict[str, Callable[[], str]] = {name: lambda draw=draw: draw().svg() for name, draw in drawn.items()}
+    writers: dict[str, Callable[[], str]] = {name: lambda draw=draw: draw().svg() for name, draw in drawn.items()}
     for name, scheme in itertools.product(IN_PAIRS, ("light", "dark")):
-        found[f"{name}-{scheme}"] = lambda draw=drawn[name], scheme=scheme: draw().svg(scheme)
-    return found
+        writers[f"{name}-{scheme}"] = lambda draw=drawn[name], scheme=scheme: draw().svg(scheme)
+    return writers
 
 
 def main() -> None:
-    sys.path.insert(0, str(DOCS.parent))  # where benchmarks/ lies
+    sys.path.insert(0, str(DOCS.parent))  # so that benchmarks/ can be imported
     for name, written in files().items():
         (FOLDER / f"{name}.svg").write_text(written())
 
