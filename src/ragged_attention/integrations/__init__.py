@@ -1,1 +1,1 @@
-"""Plug-ins for other programs: our operations under those programs' interfaces for external attention."""
+"""Plug-ins that run our operations in other programs, through their interfaces for external attention."""

@@ -1,8 +1,8 @@
 """The backend `RAGGED`: prefill, decode and any mix of them in one call, over vLLM's own cache, without a copy.
 
-`_vllm_caches` has the formats of that cache. Two kinds of layers attend to the step's own keys by `varlen_attention`:
-encoder layers, which have no cache, and under context parallelism layers whose cache is divided among ranks, because
-then no rank's cache has all new keys.
+`_vllm_caches` defines the formats of that cache. Two kinds of layers use `varlen_attention` to attend to the keys of
+the current step: encoder layers, because they have no cache; and layers whose cache is divided among ranks by context
+parallelism, because no rank's cache has all new keys.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ class RaggedBackend:
 
     @classmethod
     def yes(cls) -> bool:
-        """The answer to each of vLLM's `supports_*` questions that our backends affirm."""
+        """Return True, for the `supports_*` methods of features that our backends support."""
         return True
 
     supports_batch_invariance = yes
@@ -68,7 +68,7 @@ class RaggedBackend:
 
     @classmethod
     def expect_layer(cls, attn_type: str, kv_cache_dtype: str, **absent: Any) -> None:
-        """Refuse arguments that the operations do not support; vLLM does not ask beforehand on every platform."""
+        """Raise Unsupported for unsupported arguments. vLLM does not check this beforehand on every platform."""
         if not cls.supports_attn_type(attn_type):
             names, got = " or ".join(cls.supported_attn_types), getattr(attn_type, "value", attn_type)
             raise Unsupported(f"expected attn_type to be {names} for {cls.NAME}, got {got!r}")
@@ -82,7 +82,7 @@ class RaggedBackend:
 
 @dataclasses.dataclass
 class RaggedMetadata(_vllm.AttentionMetadata):
-    """One step's tables under our names. The host reads only Python numbers; `max_q_len` bounds all query lengths."""
+    """The arguments of our operations for one step. The host reads no tensor. `max_q_len` bounds all query lengths."""
 
     num_actual_tokens: int
     max_q_len: int
@@ -92,16 +92,18 @@ class RaggedMetadata(_vllm.AttentionMetadata):
     slot_mapping: torch.Tensor
     causal: bool | torch.Tensor
     masks: StepMasks
-    mm_prefix_range: torch.Tensor | None  # the spans; vLLM's Gemma 4 sets it to None for layers that see images as text
+    # The spans of images, whose tokens see one another.
+    mm_prefix_range: torch.Tensor | None  # vLLM's Gemma 4 sets it to None for layers that see images as text
     ranks: Ranks | None  # the ranks that share the cache, if this rank does not hold all of it
-    context_lens: torch.Tensor | None  # with ranks: this rank's earlier keys per request; None: no rank has any
+    context_lens: torch.Tensor | None  # with `ranks`: this rank's earlier keys per request; None if no rank has any
 
     @functools.cached_property
     def reversed_rows(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The step's rows with each request reversed, these rows without each request's last, and the latter's edges.
+        """The rows of the queries, the rows of the keys, and the keys' edges, for attention to later tokens.
 
-        The queries take the first rows and the keys the second. A request then has one key less than queries, so causal
-        attention, which is aligned at the end, lets a query see only the keys before its own row.
+        The queries are the step's rows in reverse order within each request. The keys are in the same order, but
+        without the last row of each request. Causal attention is aligned at the end. As a request has one key less than
+        queries, a query sees only the keys before its own row in this order, which are the later tokens.
         """
         edges = self.cu_q_lens
         fewer = (edges[1:] - edges[:-1] - 1).clamp(min=0).cumsum(0, dtype=torch.int32)
@@ -116,7 +118,7 @@ class RaggedMetadata(_vllm.AttentionMetadata):
 
 
 class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
-    """Passes on vLLM's tables under our names. They have the same meaning."""
+    """Builds a step's metadata from vLLM's tables, which have the same meaning as ours under other names."""
 
     # Launches depend on shapes alone, so a graph may be replayed with other lengths and tables.
     _cudagraph_support = _vllm.AttentionCGSupport.ALWAYS
@@ -128,7 +130,7 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         self._model_masks = ModelMasks.of(vllm_config.model_config)
         self._places: dict[Any, torch.Tensor] = {}
         if self._ranks is not None:
-            # A graph replays with the addresses with which it was captured, so the lengths have a fixed place.
+            # A replayed graph reads the addresses that it captured, so the lengths of all steps are in one tensor.
             most = vllm_config.scheduler_config.max_num_seqs
             self._context_lens = torch.zeros(most, dtype=torch.int32, device=device)
 
@@ -151,10 +153,11 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         if common.mm_req_doc_ranges or self._model_masks.has_spans:
             spans = spans_of_step(common)
         if self._model_masks.prefix_window is not None and common.rswa_prefix_lens is not None:
-            if self._ranks is not None:  # vLLM's CPU platform does not ask `supports_*` beforehand
+            if self._ranks is not None:  # not every platform of vLLM checks this beforehand
                 raise Unsupported("expected no R-SWA under context parallelism for RAGGED, got rswa_prefix_lens")
             prefix_lens = common.rswa_prefix_lens[: len(kv_lens)].to(kv_lens.device, torch.int32, non_blocking=True)
-        if self._ranks is not None:  # new tokens attend to one another in a separate call, where positions start at 0
+        if self._ranks is not None:
+            # A separate call computes the attention of new tokens to one another. Its positions start at 0.
             new_lens = common.query_start_loc.diff()
             spans = None if spans is None else spans - (kv_lens - new_lens)[:, None, None]
             kv_lens = new_lens
@@ -164,13 +167,13 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
         )  # fmt: skip
 
     def _make_ranges(self, metadata: RaggedMetadata) -> None:
-        """Make the layers' key ranges now, because attention itself may run in a captured graph."""
+        """Compute the layers' key ranges before attention, which may run in a captured graph."""
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             layers[name].impl.key_ranges(layers[name], metadata)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> RaggedMetadata:
-        """The metadata for capture. Later replayed steps may have earlier keys, even if this step has none."""
+        """The metadata for capture. Later replayed steps may have earlier keys, so it always has `context_lens`."""
         metadata = self.build(0, common_attn_metadata)
         if self._ranks is None:
             return metadata
@@ -198,11 +201,11 @@ def _has_context(common: Any) -> bool:
 
 
 class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
-    """One layer's attention, and the write of its new keys and values."""
+    """A layer's attention, and the write of its new keys and values to the cache."""
 
     can_return_lse_for_decode = True
     supports_dcp = True
-    # New tokens attend to one another without the cache, so the cache may be divided in any way.
+    # New tokens attend to one another without the cache, so any interleaving of the cache over ranks is supported.
     supports_mtp_with_cp_non_trivial_interleave_size = True
 
     def __init__(
@@ -224,9 +227,8 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         if (reason := refusal(kv_cache_dtype, head_size)) is not None:
             raise Unsupported(reason)
         self.alibi_slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
-        if (
-            self.alibi_slopes is not None and sinks is not None
-        ):  # vLLM's slopes count from another position, which changes results with sinks
+        # vLLM counts distances for the slopes from another position. This shifts all logits, which matters with sinks.
+        if self.alibi_slopes is not None and sinks is not None:
             raise Unsupported("expected sinks to be None with alibi_slopes for RAGGED, got both")
         if sinks is not None and sinks.shape != (num_heads,):
             raise Unsupported(f"expected sinks of shape [num_heads={num_heads}], got {list(sinks.shape)}")
@@ -255,9 +257,9 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         return metadata.masks.of(Mask(self.sliding_window, self.chunk_lookback, has_spans, clamp_spans))
 
     def _expect_kind(self, attn_type: str, alibi_slopes: Any, **whole_cache: Any) -> None:
-        """Refuse unsupported arguments of layers other than decoder layers that have the whole cache on this rank.
+        """Raise Unsupported for arguments that encoder layers, or layers whose cache is on several ranks, cannot take.
 
-        `whole_cache` holds arguments that need all earlier keys on this rank.
+        `whole_cache` has the arguments that need all earlier keys on this rank.
         """
         kind, without_cache = getattr(attn_type, "value", attn_type), attn_type in WITHOUT_CACHE
         over_ranks = self.dcp_world_size > 1 and not without_cache
@@ -291,17 +293,17 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
                 context parallelism.
             kv_cache: [blocks, K, block, D + D_v] with any strides, or with scales (`_vllm_caches`); not read for a
                 layer without a cache.
-            attn_metadata: None in vLLM's profiling run, which gets zeros.
+            attn_metadata: the result of our builder; None in vLLM's profiling run, in which the output is 0.
             output: [tokens, H, D_v], written and returned; padding rows are not written.
             output_scale, output_block_scale: must be None.
         """
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("expected output_scale and output_block_scale to be None, got a quantised output")
-        if self.alibi_slopes is not None:  # moved once, in the profiling run
+        if self.alibi_slopes is not None:  # vLLM's first call, the profiling run, moves them
             self.alibi_slopes = self.alibi_slopes.to(query.device)
         if attn_metadata is None:
             if KINDS[self.kv_cache_dtype].is_rotated:
-                rotated(query[:0])  # makes the rotation matrix, which is impossible during graph capture
+                rotated(query[:0])  # makes the rotation matrix now, because graph capture does not allow it
             return output.fill_(0)
         tokens = attn_metadata.num_actual_tokens
         out = output[:tokens].view(tokens, self.num_heads, math.prod(output.shape[1:]) // self.num_heads)
@@ -322,7 +324,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     def _paged(
         self, query: torch.Tensor, layer: Any, kv_cache: torch.Tensor, metadata: RaggedMetadata, out: torch.Tensor
     ) -> None:
-        """Attention over a cache that this rank holds alone."""
+        """Attention over a cache that is entirely on this rank."""
         ranges = self.key_ranges(layer, metadata)
         if self.alibi_slopes is not None and (ranges is not None or not metadata.causal):
             got = "causal=False" if ranges is None else "ranges of keys"
@@ -341,17 +343,17 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         **keywords: Any,
     ) -> Any:  # fmt: skip
         """Attention of the step's queries to the cached keys up to the given lengths."""
-        given: dict[str, Any] = self._stored(layer, kv_cache)._asdict() | dict(
+        arguments: dict[str, Any] = self._stored(layer, kv_cache)._asdict() | dict(
             kv_lens=kv_lens, page_indices=metadata.page_indices, cu_q_lens=metadata.cu_q_lens,
             max_q_len=metadata.max_q_len, soft_cap=self.logits_soft_cap, **keywords,
         )  # fmt: skip
         if not KINDS[self.kv_cache_dtype].is_rotated:
-            return ragged_paged_attention(query, sm_scale=self.scale, **given)
-        # Stored rows are rotated, and so are the queries that meet them and the values that come of them. The latter
-        # stay in float32 until they are turned back.
-        out, dtype = given.pop("out", None), given.pop("out_dtype", query.dtype)
+            return ragged_paged_attention(query, sm_scale=self.scale, **arguments)
+        # The stored keys and values are rotated. So the queries are rotated too, and the result is rotated back. It
+        # stays in float32 until then.
+        out, dtype = arguments.pop("out", None), arguments.pop("out_dtype", query.dtype)
         results = ragged_paged_attention(
-            rotated(query), sm_scale=self.scale / norm(self.head_size), out_dtype=torch.float32, **given
+            rotated(query), sm_scale=self.scale / norm(self.head_size), out_dtype=torch.float32, **arguments
         )
         values, *lse = results if isinstance(results, tuple) else (results,)
         values = rotated_back(values)
@@ -363,9 +365,10 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     ) -> None:
         """Attention of the step's tokens to one another, in both directions.
 
-        vLLM's window has as many tokens after a query as before it, but the operation's window ends at the query. One
-        call attends to the tokens up to the query's own, and another call, on reversed rows, to those after it. Both
-        are in float32: otherwise partial results would be rounded to the queries' dtype before they are merged.
+        vLLM's window has as many tokens after a query as before it, but the operation's window ends at the query. So
+        there are two calls: one attends to the tokens up to the query's own, and the other, on reversed rows, attends
+        to the tokens after it. Both calls are in float32, because otherwise their results would be rounded to the
+        queries' dtype before they are merged.
         """
         window, sinks = self.sliding_window, self._sinks()
         if window is None or window == 1:
@@ -378,7 +381,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         before, before_lse = self._packed(
             query, key, value, metadata, causal=True, sliding_window=window, return_lse=True
         )
-        # The later tokens exclude the query's own, so their window is shorter by one.
+        # The later tokens do not include the query's own token, so their window is shorter by one.
         after, after_lse = self._packed(
             query[rows], key[later], value[later], metadata, later_edges, causal=True, sliding_window=window - 1,
             return_lse=True,
@@ -391,7 +394,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, metadata: RaggedMetadata,
         cu_kv_lens: torch.Tensor | None = None, **keywords: Any,
     ) -> Any:  # fmt: skip
-        """Attention of the step's tokens to one another; `cu_kv_lens` has the keys' edges if these differ."""
+        """Attention of the step's tokens to one another. `cu_kv_lens` are the keys' edges, if they differ."""
         edges, longest = metadata.cu_q_lens, metadata.max_q_len
         return varlen_attention(
             query, key, value, edges, edges if cu_kv_lens is None else cu_kv_lens, max_q_len=longest,
@@ -402,10 +405,10 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Any, kv_cache: torch.Tensor,
         metadata: RaggedMetadata, out: torch.Tensor,
     ) -> None:  # fmt: skip
-        """The merged attention over the earlier keys, which lie on several ranks, and over the step's own keys.
+        """Attention over the earlier keys, which are on several ranks, merged with attention over the step's own keys.
 
         Every new token sees all earlier keys of its request. A rank without keys of a request contributes out 0 and lse
-        -inf, which have no weight. The ranks exchange float32.
+        -inf, which has no weight in the merge. The ranks exchange float32 results.
         """
         ranks, ranges = metadata.ranks, self.key_ranges(layer, metadata)
         assert ranks is not None
@@ -436,11 +439,11 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
     ) -> None:
         """Write the step's keys and values to their slots; a slot of -1 is skipped.
 
-        In cross attention these are the encoder's, one row for each slot, in the first step of a request.
+        In cross attention, these are the keys and values of the encoder, in the first step of a request.
         """
         if self.attn_type in WITHOUT_CACHE:
             return
-        tokens = slot_mapping.shape[0]  # keys and values may be padded when slots are not
+        tokens = slot_mapping.shape[0]  # keys and values may have padding rows, which have no slots
         key, value = key[:tokens], value[:tokens]
         if KINDS[self.kv_cache_dtype].is_rotated:
             key, value = rotated(key), rotated(value)
@@ -451,7 +454,7 @@ class RaggedAttentionImpl(FusedRope, _vllm.AttentionImpl):
 
 
 class RaggedAttentionBackend(RaggedBackend, _vllm.AttentionBackend):
-    """The answers to vLLM's questions before it selects a backend; see `ragged_attention.integrations.vllm`."""
+    """The properties by which vLLM selects a backend; see `ragged_attention.integrations.vllm`."""
 
     NAME, IMPL, BUILDER = "RAGGED", RaggedAttentionImpl, RaggedMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*KINDS]

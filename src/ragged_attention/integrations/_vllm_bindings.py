@@ -1,11 +1,13 @@
-"""Binds functions that vLLM's sparse models call by name to our operations, if vLLM has no kernel for the device.
+"""Replaces functions of vLLM that its sparse models call, if vLLM has no kernel for the device.
 
-vLLM calls the indexer's kernels by names: functions of `vllm.utils.deep_gemm` and `vllm._custom_ops`, and classes that
-choose a path by the platform. `bind()` replaces them in the module that defines each and in those that have imported
-it, and `unbind()` restores the originals. `BINDINGS` lists all of them, and docs/vllm.md explains why each is needed.
-Everything else remains vLLM's: its scheduler, the indexer's metadata, the chunks of a prompt, its layers.
+To *bind* a function is to replace it by one of ours under its name in vLLM. The indexer's kernels are functions of
+`vllm.utils.deep_gemm` and `vllm._custom_ops`; other bound names are methods that choose a code path by platform.
+`bind()` replaces a name in the module that defines it and in the modules that have imported it. `unbind()` restores the
+originals. `BINDINGS` and the other lists have all bound names, and docs/vllm.md explains why each binding is needed.
+vLLM still does everything else: scheduling, the indexer's metadata, dividing prompts into chunks, and the layers.
 
-vLLM's model registry finds sparse models in this module, so nothing is imported or bound before one is loaded.
+vLLM's model registry gets the classes of sparse models from this module, so nothing is imported or bound before a
+sparse model is loaded.
 """
 
 import dataclasses
@@ -27,7 +29,8 @@ _E4M3_MAX = 448.0
 _SCALE_BYTES = 4  # bytes of the float32 scale of each key in the indexer's cache
 _GENERIC = "vllm.model_executor.models.deepseek_v2"
 _M3 = "vllm.models.minimax_m3"
-# The architectures that bind names when vLLM loads them: the vendor-neutral class, and vLLM's own choice of module.
+# The architectures for which names are bound when vLLM loads them. For each: the module and name of the vendor-neutral
+# class, and the module in which vLLM itself chooses a class.
 _LATENT_MODELS = {
     "DeepseekV32ForCausalLM": ((_GENERIC, "DeepseekV3ForCausalLM"), "vllm.models.deepseek_v32"),
     "GlmMoeDsaForCausalLM": ((_GENERIC, "GlmMoeDsaForCausalLM"), "vllm.models.deepseek_v32"),
@@ -53,7 +56,7 @@ def fp8_fp4_mqa_logits(
     cu_seqlen_ke: torch.Tensor,
     clean_logits: bool,
 ) -> torch.Tensor:
-    """Logits f32 [M, N] of queries [M, H, D] for packed keys [N, D]; those outside a query's range are -inf."""
+    """Logits f32 [M, N] of queries [M, H, D] for packed keys [N, D]. Logits outside a query's range are -inf."""
     return deep_gemm.fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits)
 
 
@@ -88,7 +91,7 @@ def fp8_fp4_paged_mqa_logits(
 def indexer_k_quant_and_cache(
     k: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, quant_block_size: int, kv_cache_dtype: str
 ) -> None:
-    """Quantise keys [T, D] to e4m3 with a scale for each, and write them into pages [P, G, D + 4]."""
+    """Quantise keys [T, D] to e4m3 with one scale per key, and write them into pages [P, G, D + 4]."""
     if quant_block_size != k.shape[1]:
         raise Unsupported(f"expected quant_block_size to be the keys' size, {k.shape[1]}, got {quant_block_size}")
     write_indexer_cache(k, kv_cache.unsqueeze(2), slot_mapping, power_of_two=kv_cache_dtype == "ue8m0")
@@ -103,7 +106,7 @@ def cp_gather_indexer_k_quant_cache(
 ) -> None:
     """Copy the cached keys of all requests, one after another, into `dst_k` [N, D] and `dst_scale` [N, 4].
 
-    Rows after the last key are not written. Nothing waits for the device.
+    Rows after the last key are not written. The host does not wait for the device.
     """
     pages, page_size, width = kv_cache.shape
     head_dim = width - _SCALE_BYTES
@@ -132,7 +135,7 @@ def top_k_per_row_prefill(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """Write the columns of each row's largest logits, counted from the start of its range, then -1."""
+    """Write the columns of each row's largest logits, counted from the start of the row's range, and padded with -1."""
     columns = top_k_indices(logits[:num_rows], topk_tokens, cu_seqlen_ks[:num_rows], cu_seqlen_ke[:num_rows])
     raw_topk_indices[:num_rows] = torch.where(columns < 0, -1, columns - cu_seqlen_ks[:num_rows].unsqueeze(1))
 
@@ -147,7 +150,7 @@ def top_k_per_row_decode(
     stride1: int,
     topk_tokens: int,
 ) -> None:
-    """Write the positions of each query's largest logits, then -1.
+    """Write the positions of each query's largest logits, padded with -1.
 
     Args:
         seq_lens: i32 [B, next_n], the number of keys that each query sees; or i32 [B], the lengths of the sequences,
@@ -161,7 +164,7 @@ def top_k_per_row_decode(
 
 
 def get_indexer_topk(backend: str) -> Callable[..., None]:
-    """The function that selects keys in a decode step: ours for every name, where vLLM has several."""
+    """The function that selects keys in a decode step. It is ours for every `backend`; vLLM has several functions."""
     return _indexer_topk
 
 
@@ -192,7 +195,7 @@ def fp8_paged_mqa_logits_cpu(
     cache = kvcache_fp8.as_strided((pages, block_size, 1, width), stride).view(torch.uint8)
     lens, table = seq_lens.int(), page_table.int()
     logits = deep_gemm.fp8_paged_mqa_logits(q_fp8.unsqueeze(1), cache, weight, lens, table, None, max_seq_len)
-    return logits.contiguous()  # vLLM's selection expects this
+    return logits.contiguous()  # vLLM's selection expects contiguous logits
 
 
 def topk_transform_512_cpu(
@@ -203,7 +206,7 @@ def topk_transform_512_cpu(
     page_size: int,
     out_raw_indices: torch.Tensor | None = None,
 ) -> None:
-    """Write the 512 positions of the largest scores of each row, then -1, and the slots of those positions."""
+    """Write the positions of each row's 512 largest scores, and their slots. Both are padded with -1."""
     positions = top_k_indices(scores, 512, stops=seq_lens.int())
     out_page_indices.copy_(page_indices_to_slots(positions, page_tables.int(), page_size))
     if out_raw_indices is not None:
@@ -223,9 +226,9 @@ def per_token_group_quant_fp8(
     out_q: torch.Tensor | None = None,
     use_ue8m0: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups of a row as e4m3 values of x's shape, and their scales f32 [..., groups].
+    """The e4m3 codes of x, of its shape, and the scales of the groups of each row, f32 [..., groups].
 
-    It does the work of a Triton kernel of vLLM that needs a GPU.
+    The function replaces a Triton kernel of vLLM that needs a GPU.
     """
     if column_major_scales or tma_aligned_scales:
         raise Unsupported("expected scales in the order of rows, got column_major_scales or tma_aligned_scales")
@@ -249,17 +252,17 @@ def fused_indexer_q_rope_quant(
     head_scale: float,
     is_neox: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate and quantise the indexer's queries [T, H, D], and put their scales into its weights f32 [T, H].
+    """Rotate and quantise the indexer's queries [T, H, D], and multiply its weights f32 [T, H] by the scales.
 
-    It does the work of a Triton kernel of vLLM that needs a GPU with conversions of 8-bit floats.
+    The function replaces a Triton kernel of vLLM that needs a GPU with conversions of 8-bit floats.
     """
     rotary = cos_sin_cache.shape[1]
     cos, sin = cos_sin_cache[positions].float().unsqueeze(1).chunk(2, dim=-1)
     head = q[..., :rotary].float()
     first, second = head.chunk(2, dim=-1) if is_neox else (head[..., 0::2], head[..., 1::2])
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    turned = torch.cat(turned, dim=-1) if is_neox else torch.stack(turned, dim=-1).flatten(-2)
-    whole = torch.cat((turned.to(q.dtype), q[..., rotary:]), dim=-1)
+    pairs = (first * cos - second * sin, second * cos + first * sin)
+    rotated = torch.cat(pairs, dim=-1) if is_neox else torch.stack(pairs, dim=-1).flatten(-2)
+    whole = torch.cat((rotated.to(q.dtype), q[..., rotary:]), dim=-1)
     codes, scales = per_token_group_quant_fp8(whole, q.shape[-1], use_ue8m0=True)
     return codes, weights.float() * scales.squeeze(-1) * softmax_scale * head_scale
 
@@ -285,16 +288,17 @@ def build_prefill_chunk_metadata(
 ) -> None:
     """Write the request of each key of a chunk, and the range of keys that each of the chunk's queries sees.
 
-    It does the work of a Triton kernel of vLLM and has its argument names. Under decode context parallelism the ranges
-    refer to this rank's keys. A query that sees no key gets the range (0, 0) instead of an empty range at its request's
-    start. vLLM's indexer for CPUs looks up the request at the start, and a start after the last key has no request.
+    The function replaces a Triton kernel of vLLM and has its argument names. Under decode context parallelism, the
+    ranges refer to this rank's keys. A query that sees no key gets the range (0, 0), although vLLM's kernel gives it an
+    empty range at the start of its request. vLLM's indexer for CPUs looks up the request by the range's start, and a
+    start after the last key would not belong to any request.
     """
     device = query_start_loc.device
     key = torch.arange(token_to_seq.shape[0], device=device)
     token_to_seq.copy_(torch.searchsorted(cu_compressed_seq_lens[1:], key, right=True))
     query = torch.arange(query_slice_start, query_slice_stop, device=device)
     request = torch.searchsorted(query_start_loc[1:], query, right=True).clamp_(max=num_reqs - 1)
-    left = query_start_loc[request + 1] - query  # the number of queries from this one to the request's last
+    left = query_start_loc[request + 1] - query  # the number of queries from this query to the request's last query
     seen = torch.div(uncompressed_seq_lens[request] - left + 1, COMPRESS_RATIO, rounding_mode="floor")
     if DCP_WORLD > 1:
         whole = seen // DCP_INTERLEAVE // DCP_WORLD * DCP_INTERLEAVE
@@ -309,7 +313,7 @@ def build_prefill_chunk_metadata(
 
 
 def _sparse_backend_on_cpu(original: Any) -> Any:
-    """Let vLLM's CPU platform choose our sparse attention, for which it would raise an error."""
+    """Let vLLM's CPU platform choose our sparse attention. Otherwise it raises an error for sparse attention."""
 
     def get_attn_backend_cls(
         cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
@@ -322,19 +326,19 @@ def _sparse_backend_on_cpu(original: Any) -> Any:
 
 
 def _config_on_cpu(original: Any) -> Any:
-    """Keep chunked prompts and cached prefixes on for latents, which vLLM's CPU platform would turn off.
+    """Keep chunked prefill and prefix caching enabled for latent attention. vLLM's CPU platform would disable them.
 
-    That platform also lets a step end within an image whose tokens see one another. GPU platforms forbid this, because
-    the computed tokens would never see the rest of the image, and so does this function.
+    That platform also lets a step end within an image whose tokens see one another. The tokens that are already
+    computed would never see the rest of the image. So this function forbids it, as GPU platforms do.
     """
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-        asked = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
+        settings = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching
         original.__get__(None, cls)(vllm_config)
         model = vllm_config.model_config
         if model is not None and set(model.architectures) & set(_LATENT_MODELS):
-            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = asked
+            scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens, cache.enable_prefix_caching = settings
         if model is not None and model.is_mm_prefix_lm and scheduler.is_multimodal_model:
             scheduler.disable_chunked_mm_input = True
 
@@ -355,9 +359,9 @@ def _rotation_on_cpu(original: Any) -> Any:
 
 
 def _by_names(original: Any) -> Any:
-    """`SparseAttnIndexer.forward_cpu` and `forward_hip` that take vLLM's path for NVIDIA GPUs, which calls by name.
+    """Let `SparseAttnIndexer.forward_cpu` and `forward_hip` run `forward_cuda`, which calls the functions bound here.
 
-    A model that writes the indexer's cache itself (DeepSeek-V4) keeps vLLM's path, because vLLM has its kernels.
+    A model that writes the indexer's cache itself (DeepSeek-V4) keeps vLLM's own path, for which vLLM has kernels.
     """
 
     def forward(
@@ -377,7 +381,7 @@ def _block_sizes(original: Any) -> Any:
 
 
 def _workspace_of_cpu(original: Any) -> Any:
-    """Set up vLLM's workspace manager on first use. GPU workers have one, but the CPU worker does not."""
+    """Set up vLLM's workspace manager on first use, because vLLM's CPU worker does not set it up as GPU workers do."""
     home = importlib.import_module(_WORKSPACE)
 
     def current_workspace_manager() -> Any:
@@ -390,19 +394,19 @@ def _workspace_of_cpu(original: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Binding:
-    """A name of vLLM's with its replacement, and the platforms on which it is replaced."""
+    """A name in vLLM, its replacement, and the condition for replacing it."""
 
     owner: str  # a module, or a module:Class
     name: str
     ours: Any
-    lacking: Callable[[Any], bool]  # whether vLLM's platform lacks its own
+    lacking: Callable[[Any], bool]  # whether vLLM has no such function for its platform
     is_kernel: bool = True  # replaced on every device if the user requests our kernels
-    wraps: bool = False  # whether `ours` is a function from the original to the replacement
-    for_importers: bool = True  # whether to replace it also in modules of vLLM that imported it
+    wraps: bool = False  # whether `ours` takes the original and returns the replacement
+    for_importers: bool = True  # whether to replace the name also in modules of vLLM that have imported it
 
 
 class Standin:
-    """A replacement of one of vLLM's Triton kernels. vLLM also asks kernels to compile in advance."""
+    """A replacement of a Triton kernel of vLLM. It also has the method by which vLLM compiles kernels in advance."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
@@ -445,7 +449,7 @@ def _lacks_rocm_indexer(platform: Any) -> bool:
 
 
 def _cannot_convert_e4m3(platform: Any) -> bool:
-    """Triton's NVIDIA backend has no e4m3 before compute capability 8.9."""
+    """Whether Triton cannot convert to e4m3 on the device, because its compute capability is less than 8.9."""
     return platform.is_cuda() and not platform.has_device_capability(89)
 
 
@@ -544,11 +548,11 @@ V4 = (
 
 
 def _of_m3(name: str) -> Callable[[Any], Any]:
-    """A replacement from `_vllm_m3`, imported late, because it extends classes of vLLM that import the whole model."""
+    """A replacement from `_vllm_m3`, which is imported late, because it imports vLLM's whole model."""
     return lambda original: getattr(importlib.import_module("ragged_attention.integrations._vllm_m3"), name)
 
 
-# Bindings for MiniMax M3. vLLM has Triton kernels for all GPUs, and the steps around them for GPUs only.
+# Bindings for MiniMax M3. vLLM has Triton kernels for all GPUs. It has the steps before and after them for GPUs only.
 M3 = (
     Binding(
         f"{_M3}.common.indexer", "select_indexer_impl_cls", _of_m3("select_indexer_impl_cls"), _is_cpu, wraps=True
@@ -601,61 +605,62 @@ _bound: list[tuple[Any, str, Any, Any]] = []  # owner, name, original, ours
 
 
 def bind(everywhere: bool = False, bindings: Sequence[Binding] = BINDINGS) -> list[str]:
-    """Bind our functions if vLLM lacks its own, or all kernels if `everywhere`; returns the bound names.
+    """Bind our functions if vLLM has none for the device, and with `everywhere` all kernels. Return the bound names.
 
     Raises:
         Unsupported: vLLM has no such name.
     """
     platform = importlib.import_module("vllm.platforms").current_platform
-    applying = [one for one in bindings if (everywhere and one.is_kernel) or one.lacking(platform)]
-    for one in applying:
-        _bind(one)
-    return [f"{one.owner.replace(':', '.')}.{one.name}" for one in applying]
+    applying = [item for item in bindings if (everywhere and item.is_kernel) or item.lacking(platform)]
+    for binding in applying:
+        _bind(binding)
+    return [f"{binding.owner.replace(':', '.')}.{binding.name}" for binding in applying]
 
 
 def bind_platform() -> None:
-    """Let vLLM's platform take sparse models, and rotate the queries of latent attention correctly."""
-    for one in PLATFORM:
-        _bind(one)
+    """Let vLLM's CPU platform take sparse models, and rotate the queries of latent attention correctly."""
+    for binding in PLATFORM:
+        _bind(binding)
 
 
-def _bind(one: Binding) -> None:
-    module, _, cls = one.owner.partition(":")
+def _bind(binding: Binding) -> None:
+    module, _, cls = binding.owner.partition(":")
     home = importlib.import_module(module)
     owner = getattr(home, cls) if cls else home
-    if one.name not in vars(owner):
-        raise Unsupported(f"expected vLLM to have {one.owner.replace(':', '.')}.{one.name}, which ours would replace")
-    original = vars(owner)[one.name]  # getattr would unwrap a static method
-    if any(owner is where and one.name == name for where, name, _, _ in _bound):
+    name = binding.name
+    if name not in vars(owner):
+        raise Unsupported(f"expected vLLM to have {binding.owner.replace(':', '.')}.{name}, which ours would replace")
+    original = vars(owner)[name]  # getattr would unwrap a static method
+    if any(owner is bound_owner and name == bound_name for bound_owner, bound_name, _, _ in _bound):
         return
-    ours = one.ours(original) if one.wraps else one.ours
-    _bound.append((owner, one.name, original, ours))
-    for place in _holders(one.name, original) if one.for_importers and not cls else [owner]:
-        setattr(place, one.name, ours)
+    ours = binding.ours(original) if binding.wraps else binding.ours
+    _bound.append((owner, name, original, ours))
+    for holder in _holders(name, original) if binding.for_importers and not cls else [owner]:
+        setattr(holder, name, ours)
 
 
 def _holders(name: str, value: Any) -> list[Any]:
-    """The modules of vLLM in which `name` is `value`: the one that defines it, and those that have imported it."""
+    """The modules of vLLM in which `name` is `value`: its own module, and the modules that have imported it."""
     modules = [module for path, module in [*sys.modules.items()] if path.partition(".")[0] == "vllm"]
     return [module for module in modules if vars(module).get(name) is value]
 
 
 def unbind() -> None:
-    """Restore the originals that `bind` replaced, also in modules of vLLM that have imported ours since."""
+    """Restore the originals that `bind` replaced, also in modules of vLLM that imported the replacements later."""
     while _bound:
         owner, name, original, ours = _bound.pop()
-        for place in [owner, *_holders(name, ours)]:
-            setattr(place, name, original)
+        for holder in [owner, *_holders(name, ours)]:
+            setattr(holder, name, original)
 
 
 def __getattr__(architecture: str) -> Any:
-    """The class of a model, for vLLM's registry. Getting it binds the functions that the model needs."""
+    """The class of a model, for vLLM's registry. This look-up also binds the functions that the model needs."""
     if architecture not in MODELS:
         raise AttributeError(f"module {__name__!r} has no attribute {architecture!r}")
     lists = dict.fromkeys(_M3_MODELS, (M3,)) | dict.fromkeys(_QSA_MODELS, (QSA,)) | {_V4: (BINDINGS, V4)}
     bound = [name for bindings in lists.get(architecture, (BINDINGS,)) for name in bind(_vllm_indexer.asked, bindings)]
     logging.getLogger("vllm.ragged_attention").info("%s: bound ours as %s", architecture, ", ".join(bound))
-    generic, own = MODELS[architecture]
+    generic, vllm_module = MODELS[architecture]
     if _vllm_indexer.lacking(importlib.import_module("vllm.platforms").current_platform):
         return getattr(importlib.import_module(generic[0]), generic[1])
-    return getattr(importlib.import_module(own), architecture)
+    return getattr(importlib.import_module(vllm_module), architecture)

@@ -6,8 +6,8 @@ row's scale follows the row:
     fp8, and the model's own dtype        [K | V]
     ..._per_token_head                    [K | scale | V | scale], a scale is a float32
 
-`nvfp4` is [blocks, 2 K, block, content], of which only the size counts: each block holds the codes of all keys, then
-their scales, the codes of all values, and then theirs. Nothing is ever copied.
+`nvfp4` is [blocks, 2 K, block, content]. Only the size of this shape is meaningful: each block has the codes of all
+keys, the scales of all keys, the codes of all values, and the scales of all values. No cache is ever copied.
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ GROUP = 16  # columns that share a scale in `nvfp4`
 class CacheKind:
     """A format of vLLM's caches."""
 
-    codes: torch.dtype | None  # the dtype of page elements; None: that of vLLM's tensor
+    codes: torch.dtype | None  # the dtype of page elements; None: the dtype of vLLM's tensor
     columns: int = 1  # columns per element
-    has_layer_scales: bool = False  # whether the layer has scales for all rows or per head
+    has_layer_scales: bool = False  # whether the layer object has scales, for all rows or per head
     has_row_scales: bool = False  # whether a scale follows each row
     has_group_scales: bool = False  # whether group scales follow the codes of a block
     is_rotated: bool = False  # whether rows are stored rotated (`_vllm_rotation`)
 
     def head_size_multiple(self) -> int:
-        """The number of which head sizes must be multiples."""
+        """The number that must divide head sizes."""
         return GROUP if self.has_group_scales else SCALE * self.columns if self.has_row_scales else 1
 
     @property
@@ -69,7 +69,7 @@ class Stored(NamedTuple):
 
 
 def stored(kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int, layer: Any = None) -> Stored:
-    """A cache in vLLM's shape as pages [P, G, K, D] and [P, G, K, D_v] with scales; a layer adds its own scales."""
+    """vLLM's cache as pages [P, G, K, D] and [P, G, K, D_v] with scales: those in the cache, and those of `layer`."""
     kind = KINDS[kv_cache_dtype]
     scales = (layer._k_scale, layer._v_scale) if kind.has_layer_scales and layer is not None else (None, None)
     if kind.has_group_scales:
@@ -79,17 +79,17 @@ def stored(kv_cache: torch.Tensor, kv_cache_dtype: str, head_size: int, layer: A
         both = both if kind.codes is None else both.view(kind.codes)
         return Stored((both[..., :head_size], both[..., head_size:]), *scales)
     width = head_size // kind.columns + SCALE
-    codes, places = zip(*(_row_and_scale(half) for half in (both[..., :width], both[..., width:])), strict=True)
-    return Stored((codes[0].view(kind.codes), codes[1].view(kind.codes)), *scales, *places)
+    codes, scale_pages = zip(*(_row_and_scale(half) for half in (both[..., :width], both[..., width:])), strict=True)
+    return Stored((codes[0].view(kind.codes), codes[1].view(kind.codes)), *scales, *scale_pages)
 
 
 def _row_and_scale(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of bytes [P, G, K, W], without the scale at their end, and the scales [P, G, K]."""
+    """Rows of bytes [P, G, K, W] without the scales at their ends, and these scales [P, G, K]."""
     return rows[..., :-SCALE], rows[..., -SCALE:].view(torch.float32).squeeze(-1)
 
 
 def _by_block(kv_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> Stored:
-    """A cache whose blocks hold [K codes | K scales | V codes | V scales], heads or positions first."""
+    """A cache with blocks [K codes | K scales | V codes | V scales], in each of which heads or positions come first."""
     blocks, slots, page, content = kv_cache.shape
     heads, codes = slots // 2, content * 8 // 9
     orders = {(page * content, content, 1): (heads, page), (content, slots * content, 1): (page, heads)}
@@ -104,12 +104,12 @@ def _by_block(kv_cache: torch.Tensor, k_scale: torch.Tensor | None, v_scale: tor
         k, v = both.unbind(1)
         return (k.transpose(1, 2), v.transpose(1, 2)) if rows == (heads, page) else (k, v)
 
-    places = (each.view(torch.float8_e4m3fn) for each in part(codes, content - codes))
-    return Stored(part(0, codes), k_scale, v_scale, *places)
+    scale_pages = (pages.view(torch.float8_e4m3fn) for pages in part(codes, content - codes))
+    return Stored(part(0, codes), k_scale, v_scale, *scale_pages)
 
 
 def customized(spec: Any) -> Any:
-    """vLLM's description of a layer's cache, with the size that scales and packed codes take."""
+    """vLLM's description of a layer's cache, changed to the size that scales and packed codes need."""
     kind = KINDS.get(spec.kv_quant_mode.name.lower())
     if kind is None or not kind.keeps_scales or spec.state_content_bytes is not None:
         return spec

@@ -1,6 +1,6 @@
-"""The experts of MiniMax M3 on a CPU, for `_vllm_bindings`: vLLM's operator computes them, but its classes refuse them.
+"""The experts of MiniMax M3 on a CPU, for `_vllm_bindings`. vLLM's operator supports them, but its classes refuse them.
 
-Each function takes a method of vLLM's classes and returns its replacement.
+Each function takes a method of vLLM's classes and returns a replacement of the method.
 """
 
 from typing import Any
@@ -9,26 +9,26 @@ import torch
 
 from ragged_attention.errors import Unsupported
 
-_ACTIVATION = (7.0, 1.702, 1.0)  # the limit, the slope and the offset that vLLM's operator has built in
+_ACTIVATION = (7.0, 1.702, 1.0)  # the limit, the slope and the offset that are built into vLLM's operator
 
 
 def supports_activation(original: Any) -> Any:
-    """Accept the activation, which vLLM's operator supports if the rows of its two halves alternate."""
+    """Accept MiniMax M3's activation. vLLM's operator supports it if the rows of gate and up projection alternate."""
     return staticmethod(lambda activation: _is_of_halves(activation) or original.__func__(activation))
 
 
 def pad_moe_intermediate(original: Any) -> Any:
-    """Make the rows of each expert's two halves alternate, after its weights have been loaded."""
+    """After an expert's weights are loaded, make the rows of its gate and its up projection alternate."""
 
     def pad(self: Any, layer: Any) -> None:
         original(self, layer)
         config = self.moe_config
         if not _is_of_halves(config.activation):
             return
-        given = (config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta)
-        if given != _ACTIVATION:
+        settings = (config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta)
+        if settings != _ACTIVATION:
             names = "swiglu_limit, swiglu_alpha and swiglu_beta"
-            raise Unsupported(f"expected {names} of experts to be {_ACTIVATION} on a CPU, got {given}")
+            raise Unsupported(f"expected {names} of experts to be {_ACTIVATION} on a CPU, got {settings}")
         halves = layer.w13_weight.data.chunk(2, dim=1)
         layer.w13_weight.data = torch.stack(halves, dim=2).flatten(1, 2)
 
@@ -36,17 +36,17 @@ def pad_moe_intermediate(original: Any) -> Any:
 
 
 def apply(original: Any) -> Any:
-    """Pass the activation under the name that vLLM's operator uses."""
+    """Pass the activation to vLLM's operator under the name that the operator uses for alternating rows."""
 
     def apply_experts(self: Any, *arguments: Any, activation: Any, **named: Any) -> Any:
-        known = type(activation).SWIGLUOAI if _is_of_halves(activation) else activation
-        return original(self, *arguments, activation=known, **named)
+        passed = type(activation).SWIGLUOAI if _is_of_halves(activation) else activation
+        return original(self, *arguments, activation=passed, **named)
 
     return apply_experts
 
 
 def compute_routing(original: Any) -> Any:
-    """Route by sigmoids and a bias without groups. vLLM's CPU router supports this only with groups."""
+    """Route by sigmoids and a bias, without groups of experts. vLLM's CPU router supports this only with groups."""
 
     def route(self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *rest: Any, **named: Any) -> Any:
         if self.scoring_func != "sigmoid" or self.use_grouped_topk or self.custom_routing_function is not None:

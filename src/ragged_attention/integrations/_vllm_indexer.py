@@ -1,9 +1,9 @@
-"""Whether vLLM's sparse models use our indexer: if vLLM has none for the device, or if the user requests it."""
+"""Whether vLLM's sparse models use our indexer. They do if vLLM has none for the device, or if the user requests it."""
 
 import importlib
 from typing import Any
 
-asked = False  # set by `register(indexer=True)` or the environment variable, for devices with an indexer of vLLM's
+asked = False  # whether `register(indexer=True)` or the environment variable requests it
 
 
 def lacking(platform: Any) -> bool:

@@ -1,9 +1,9 @@
 """MiniMax M3 in vLLM: our selection of blocks, our attention to them, and on CPUs also the steps around them.
 
-vLLM's layer writes keys, values and index keys into their caches, calls an indexer, which writes the blocks of each
-token and KV head into a buffer, and then calls attention, which reads them there. This module has such an indexer and
-such an attention. Each is one call for prompts, chunks, decodes and drafts together, by the tables of `RAGGED`, and
-takes pages of any size, whereas vLLM's kernels need pages of one block.
+vLLM's layer writes keys, values and index keys into their caches. Then it calls an indexer, which writes the selected
+blocks of each token and KV head into a buffer. Then it calls attention, which reads the blocks from the buffer. This
+module has such an indexer and such an attention. Each is a single call for prompts, chunks, decodes and drafts
+together, with the step's metadata of `RAGGED`. They take pages of any size; vLLM's kernels need pages of one block.
 """
 
 import importlib
@@ -26,23 +26,22 @@ INDEX_CACHES = ("bf16", "fp8", "fp8_e4m3")
 
 
 class BlocksMetadataBuilder(RaggedMetadataBuilder):
-    """The tables of `RAGGED`, for layers without masks of their own."""
+    """Builds the metadata of `RAGGED` without key ranges, because lists of blocks determine the visible keys."""
 
-    _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH  # vLLM's own value, so graphs break at equal steps
+    # As in vLLM's own builder, so that the same steps run as graphs.
+    _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if self._ranks is not None:
-            raise Unsupported(
-                "expected no decode context parallelism for MiniMax M3, got a cache dealt out among ranks"
-            )
+            raise Unsupported("expected no decode context parallelism for MiniMax M3, got a cache divided among ranks")
 
     def _make_ranges(self, metadata: RaggedMetadata) -> None:
-        """Make none: lists determine what a token sees."""
+        """Do nothing, because the lists of blocks determine which keys a token sees."""
 
 
 def _step_of(layer: str) -> RaggedMetadata | None:
-    """The tables of a layer's step, or None in vLLM's profiling run."""
+    """A layer's metadata of this step, or None in vLLM's profiling run."""
     steps = _context.get_forward_context().attn_metadata
     return steps[layer] if isinstance(steps, dict) else None
 
@@ -51,28 +50,28 @@ def _step_of(layer: str) -> RaggedMetadata | None:
 
 
 class RaggedM3IndexerBackend(RaggedBackend, _indexer.MiniMaxM3IndexerBackend):
-    """The answers to vLLM's questions about the cache of index keys."""
+    """The properties of the cache of index keys that vLLM asks for."""
 
     NAME, BUILDER = "RAGGED_M3_INDEXER", BlocksMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
 
 
 class RaggedM3Indexer(_indexer.MiniMaxM3IndexerImpl):
-    """One layer's selection of blocks by `select_blocks`, over its cache of index keys."""
+    """A layer's selection of blocks by `select_blocks`, over the layer's cache of index keys."""
 
     indexer_backend_cls = RaggedM3IndexerBackend
 
     def __init__(
-        self, *, score_type: str = "max", topk_indices_buffer: torch.Tensor | None = None, **given: Any
+        self, *, score_type: str = "max", topk_indices_buffer: torch.Tensor | None = None, **others: Any
     ) -> None:
         if score_type != "max":
             raise Unsupported(f"expected sparse_score_type to be max for MiniMax M3, got {score_type!r}")
         if topk_indices_buffer is None:
             raise Unsupported("expected topk_indices_buffer for MiniMax M3, got None")
-        super().__init__(score_type=score_type, topk_indices_buffer=topk_indices_buffer, **given)
+        super().__init__(score_type=score_type, topk_indices_buffer=topk_indices_buffer, **others)
 
     def forward(self, index_query: torch.Tensor) -> None:
-        """Write the blocks of each token and KV head into the buffer [tokens, K, top_k].
+        """Write the selected blocks of each token and KV head into `topk_indices_buffer` [tokens, K, top_k].
 
         Args:
             index_query: [tokens, K * D] of the dtype of the index keys; rows after the step's tokens are padding.
@@ -95,7 +94,7 @@ RaggedM3IndexerBackend.IMPL = RaggedM3Indexer
 
 
 def select_indexer_impl_cls(*, topk_blocks: int, indexer_kv_dtype: str = "bf16") -> type:
-    """The indexer of a layer: ours, whatever the number of blocks."""
+    """The indexer of a layer. It is ours for every number of blocks."""
     if indexer_kv_dtype not in INDEX_CACHES:
         names = ", ".join(INDEX_CACHES)
         raise Unsupported(f"expected indexer_kv_dtype to be one of {names} for MiniMax M3, got {indexer_kv_dtype!r}")
@@ -106,14 +105,14 @@ def select_indexer_impl_cls(*, topk_blocks: int, indexer_kv_dtype: str = "bf16")
 
 
 class RaggedM3Backend(RaggedBackend, _attention.MiniMaxM3SparseBackend):
-    """The answers to vLLM's questions about attention to blocks."""
+    """The properties of attention to blocks that vLLM asks for."""
 
     NAME, BUILDER = "RAGGED_M3_SPARSE", BlocksMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*PLAIN, *FP8]
 
 
 class RaggedM3Impl(_attention.MiniMaxM3SparseImpl):
-    """One layer's attention to the blocks that its indexer has selected."""
+    """A layer's attention to the blocks that the layer's indexer has selected."""
 
     def forward(
         self,
@@ -129,7 +128,7 @@ class RaggedM3Impl(_attention.MiniMaxM3SparseImpl):
         Args:
             layer: vLLM's layer; its `_k_scale` and `_v_scale` are the scales of an 8-bit cache.
             query: [tokens, H * D]; rows after the step's tokens are padding.
-            kv_cache: [blocks, K, block, 2 * D] in any order of memory, which holds the step's keys and values.
+            kv_cache: [blocks, K, block, 2 * D] with any strides. The step's keys and values are already written to it.
             output: [tokens, H * D], written and returned; padding rows are not written.
             query_fp8: must be None.
         """
@@ -156,20 +155,20 @@ RaggedM3Backend.IMPL = RaggedM3Impl
 def select_main_backend_and_impl_cls(
     *, topk_blocks: int, kv_cache_dtype: str, num_kv_heads: int, emits_sparse_block_table: bool = False
 ) -> tuple[type, type]:
-    """The backend of a layer and its attention: ours, whatever the number of blocks."""
+    """The classes of a layer's backend and attention. They are ours for every number of blocks."""
     RaggedM3Backend.expect_layer("decoder", kv_cache_dtype)
     if emits_sparse_block_table:
         raise Unsupported("expected emits_sparse_block_table to be False for MiniMax M3, got True")
     return RaggedM3Backend, RaggedM3Impl
 
 
-# The steps around attention, for which vLLM has only GPU kernels
+# The steps before and after attention, for which vLLM has only GPU kernels
 
 
 def gemma_norm(
     self: Any, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """The RMS norm of rows, with the factor 1 + weight. With a residual it normalises the sum, and returns that too."""
+    """The RMS norm of rows, times 1 + weight. A residual is first added to the rows, and the sum is returned too."""
     if residual is None:
         return _normed(x, self.weight, self.variance_epsilon).to(x.dtype)
     whole = x.float() + residual.float()
@@ -206,9 +205,10 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
     """Normalise and rotate the heads of a step, and write keys, values and index keys into their caches.
 
     Args:
-        qkv: [tokens, H * D + 2 * K * D]; in sparse layers [index_q | index_k] follow, with one head of index keys. Keys
-            are changed in place, and so are queries if `q_out` and `index_q_out` are not given.
-        slot_mapping, index_slot_mapping: [tokens] or fewer; -1 is skipped. One serves both caches if there is no other.
+        qkv: [tokens, H * D + 2 * K * D]. In sparse layers, the columns of index_q and of one head of index_k follow.
+            Keys are changed in place. Queries are changed in place if `q_out` and `index_q_out` are not given.
+        slot_mapping, index_slot_mapping: [tokens] or shorter; -1 is skipped. Without `index_slot_mapping`,
+            `slot_mapping` is for both caches.
         kv_cache: [blocks, K, block, 2 * D].
         index_cache: [blocks, block, D], bfloat16 or e4m3.
     """
@@ -222,28 +222,28 @@ def fused_minimax_m3_qknorm_rope_kv_insert(
     q, k, v, index_q, index_k = heads.split(
         [num_heads, num_kv_heads, num_kv_heads, num_index_heads, index_heads and 1], 1
     )
-    turn = cos_sin_cache[positions, :rotary_dim].float().unsqueeze(1).chunk(2, dim=-1)
+    cos_sin = cos_sin_cache[positions, :rotary_dim].float().unsqueeze(1).chunk(2, dim=-1)
     branches = [(q, q_norm_weight, q_out), (k, k_norm_weight, None)]
     if num_index_heads and not skip_index_branch:
         branches += [(index_q, index_q_norm_weight, index_q_out), (index_k, index_k_norm_weight, None)]
     for x, weight, place in branches:
         assert weight is not None
         target = x if place is None else place.view(x.shape)
-        target.copy_(_saturated(_rotated(_normed(x, weight, eps), *turn), target.dtype))
+        target.copy_(_saturated(_rotated(_normed(x, weight, eps), *cos_sin), target.dtype))
     if kv_cache is not None and slot_mapping is not None:
         slots = len(slot_mapping)
         write_kv_pages(k[:slots], v[:slots], stored(kv_cache, kv_cache_dtype, dim).kv_pages, slot_mapping)
     index_slots = slot_mapping if index_slot_mapping is None else index_slot_mapping
     if index_cache is not None and index_slots is not None and not skip_index_branch:
-        kept = index_slots >= 0
-        slots, page_size = index_slots[kept], index_cache.shape[1]
+        has_slot = index_slots >= 0
+        slots, page_size = index_slots[has_slot], index_cache.shape[1]
         index_cache[slots // page_size, slots % page_size] = _saturated(
-            index_k[: len(kept), 0][kept], index_cache.dtype
+            index_k[: len(has_slot), 0][has_slot], index_cache.dtype
         )
 
 
 def _saturated(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Numbers converted to another dtype, saturated for e4m3, which has no infinity."""
+    """The numbers in another dtype, clamped to its range, because e4m3 has no infinity."""
     largest = torch.finfo(dtype).max
     return x.float().clamp(-largest, largest).to(dtype)
 
@@ -254,7 +254,7 @@ def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Float32 heads with rotary embedding of the first columns, in pairs across their two halves."""
+    """Float32 heads whose first columns are rotated: column i of these is paired with column i + half."""
     half = cos.shape[-1]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

@@ -1,8 +1,9 @@
-"""The keys that a step's tokens see in a decoder's layers, as `key_ranges`, made once for all layers with equal masks.
+"""The `key_ranges` of a step's tokens in decoder layers, computed once for all layers with the same mask.
 
-In vLLM, a query of a causal request sees the keys up to its own, and one of another request all keys. A window limits
-these, or a chunk with some chunks before it, or the prompt with a window. A query within an image's span also sees the
-whole span. Plain causal attention, with or without a window, and attention to all keys need no ranges.
+In vLLM, a query of a causal request sees the keys up to its own key, and a query of any other request sees all keys.
+One of three rules may limit these keys further: a sliding window; the query's chunk with a number of earlier chunks; or
+the prompt together with a window (R-SWA). A query within the span of an image also sees the whole span. Plain causal
+attention, with or without a window, and attention to all keys need no ranges.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ class Mask(NamedTuple):
     """The properties of a layer that decide which keys its queries see."""
 
     sliding_window: int | None = None
-    chunk_lookback: int = -1  # visible chunks before the query's own; -1: there are no chunks
+    chunk_lookback: int = -1  # number of visible chunks before the query's own chunk; -1: no chunks
     has_spans: bool = True  # whether tokens of an image see one another, if the model has spans
     clamp_spans: bool = False  # whether the window also limits spans
 
@@ -43,7 +44,7 @@ class ModelMasks(NamedTuple):
     """The properties of a model's configuration that affect the masks of all layers."""
 
     has_spans: bool = False
-    prefix_window: int | None = None  # R-SWA: the window of queries that see the prompt as well
+    prefix_window: int | None = None  # the window of R-SWA, in which queries also see the prompt
 
     @classmethod
     def of(cls, model_config: Any) -> "ModelMasks":
@@ -58,18 +59,18 @@ class StepMasks:
     kv_lens: torch.Tensor
     num_tokens: int
     causal: bool | torch.Tensor  # a tensor has a flag for each request
-    spans: torch.Tensor | None  # [S, N, 2], spans that may contain queries of this step; None: the model has none
-    prefix_lens: torch.Tensor | None  # of requests under R-SWA, with `prefix_window`
+    spans: torch.Tensor | None  # [S, N, 2], spans that may contain queries of this step; None if the model has none
+    prefix_lens: torch.Tensor | None  # [S], the lengths of the prompts under R-SWA
     prefix_window: int | None
     places: dict[Any, torch.Tensor]
     most_tokens: int  # the maximum number of tokens in a step
     made: dict[Mask, torch.Tensor | None] = dataclasses.field(default_factory=dict)
 
     def of(self, mask: Mask) -> torch.Tensor | None:
-        """The ranges of the layers with this mask; None if `causal` and `sliding_window` express it.
+        """The ranges of the layers with this mask; None if `causal` and `sliding_window` express the mask.
 
-        Whether there are ranges does not depend on the requests, except through `causal`, because a captured graph is
-        replayed for other requests. For the same reason, the ranges of all steps have the same address.
+        A captured graph is replayed for other requests. So the requests decide only by `causal` whether the result is
+        None, and the ranges of all steps have the same address.
         """
         if mask not in self.made:
             self.made[mask] = self._placed(mask, self._ranges(mask)) if self._needs_ranges(mask) else None
@@ -77,7 +78,7 @@ class StepMasks:
 
     def _needs_ranges(self, mask: Mask) -> bool:
         is_bounded = mask.sliding_window is not None or self.prefix_lens is not None
-        if self.causal is False:  # without a bound all keys are visible, whatever the spans
+        if self.causal is False:  # without a window or prefix, all keys are visible, with or without spans
             return is_bounded
         has_spans = mask.has_spans and self.spans is not None
         others = mask.chunk is not None or has_spans or self.prefix_lens is not None
@@ -85,7 +86,7 @@ class StepMasks:
 
     def _placed(self, mask: Mask, ranges: torch.Tensor) -> torch.Tensor:
         tokens, *rest = ranges.shape
-        if tokens > self.most_tokens:  # no captured graph is so large
+        if tokens > self.most_tokens:  # no captured graph has so many tokens
             return ranges
         if (mask, *rest) not in self.places:
             self.places[mask, *rest] = ranges.new_empty(self.most_tokens, *rest)
@@ -110,7 +111,8 @@ class StepMasks:
             seen = _intersected(seen, window_ranges(*step, left=window - 1, right=window - 1))
         if not mask.has_spans or self.spans is None or not self.spans.shape[1]:
             return seen
-        # `span` holds the query's own key and its spans. Every mask has the own key, so both ranges overlap and join.
+        # `span` is a range with the query's own key and its span. The last range of `seen` has the query's own key too,
+        # so the union of both is one range.
         span = span_ranges(*step, spans=self.spans, sliding_window=1)
         if mask.clamp_spans and window is not None:
             span = _intersected(span, window_ranges(*step, left=window - 1))
@@ -120,17 +122,18 @@ class StepMasks:
 
 
 def _intersected(ranges: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """The intersections of ranges; either operand may have one range per query."""
+    """The intersections of ranges. Either operand may have a single range per query."""
     return torch.stack(
         [torch.maximum(ranges[..., 0], others[..., 0]), torch.minimum(ranges[..., 1], others[..., 1])], -1
     )
 
 
 def spans_of_step(common: Any) -> torch.Tensor:
-    """The spans [S, N, 2] of vLLM's step in which queries of the step may lie.
+    """The spans [S, N, 2] of vLLM's step that may contain queries of the step.
 
     vLLM lists all spans of a request in every step. For a decoding request, the host knows only an upper bound of its
-    length. This does no harm: all spans lie in the prompt, and the bound only moves the queries further after it.
+    length. The bound is good enough: all spans are in the prompt, and a greater length only moves the queries further
+    beyond the prompt.
     """
     starts, longest = common.query_start_loc_cpu, common.seq_lens_cpu_upper_bound
     of_requests: dict[int, list[tuple[int, int]]] = {}

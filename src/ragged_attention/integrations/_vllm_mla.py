@@ -1,10 +1,12 @@
-"""The backend `RAGGED_MLA`: short requests in one call over the cached latents, long ones by keys and values.
+"""The backend `RAGGED_MLA` for latent attention, over cached latents or over keys and values of each head.
+
+Short requests attend to the cached latents, in a single call. Long requests attend to keys and values of each head.
 
 vLLM's own classes split a batch by query lengths, absorb W_UK into the queries of short requests, and divide the cached
-context of long ones into chunks. Here are the attention, the gathering of cached latents, and the merge. Short requests
-are decodes, drafts and prompt chunks of up to `ABSORBED` tokens, with any mix of lengths. Longer requests cost less
-with keys and values of each head, which have a third of a latent's columns. With VLLM_BATCH_INVARIANT=1 all requests
-are short ones, so that nothing depends on the rest of the batch.
+context of long requests into chunks. This module has the attention, the gathering of cached latents, and the merge.
+Short requests are decodes, drafts and prompt chunks of up to `ABSORBED` tokens, with any mix of lengths. For longer
+requests it is cheaper to compute keys and values of each head, which have a third of a latent's columns. With
+VLLM_BATCH_INVARIANT=1, all requests count as short, so that no result depends on the rest of the batch.
 """
 
 import importlib
@@ -30,14 +32,15 @@ _mla: Any = importlib.import_module("vllm.model_executor.layers.attention.mla_at
 CACHE_FORMATS = dict.fromkeys(PLAIN, "plain") | {"fp8_ds_mla": "fp8_v32"}
 SCALED = ("fp8", "fp8_e4m3")  # e4m3 with one scale per layer
 
-# vLLM puts requests of up to this number of tokens first and treats them as decodes. With latents of 512 columns and
-# heads of 128, a head needs 512 * 256 products to compute a key and value, and then 320 products per query; with the
-# latent it needs 1088 per query. So for fewer than 170 queries latents are cheaper, and they are read in place.
+# vLLM puts requests of up to this number of tokens first in the batch, and treats them as decodes. With latents of 512
+# columns and heads of 128, a head needs 512 * 256 products to compute a key and a value, and then 320 products per
+# query. With the latent itself it needs 1088 products per query. So latents are cheaper for fewer than 170 queries, and
+# they are read in place.
 ABSORBED = 128
 
 
 class LatentBackend(RaggedBackend):
-    """The cache formats that our backends for latent attention support."""
+    """The properties that both backends for latent attention have in common: their cache formats."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
 
@@ -51,7 +54,7 @@ class LatentBackend(RaggedBackend):
 
 
 class LatentImpl:
-    """A layer of latent attention: its arguments, its properties, and the write of a step's new latents."""
+    """The parts of a layer that both backends for latent attention share, with the write of a step's new latents."""
 
     BACKEND: ClassVar[type[RaggedBackend]]
     can_return_lse_for_decode = True
@@ -110,7 +113,7 @@ class LatentImpl:
 
 
 class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
-    """vLLM's own builder, for which requests with different numbers of queries can count as decodes."""
+    """vLLM's own builder, set up so that requests with different numbers of queries can count as decodes."""
 
     _cudagraph_support = _vllm.AttentionCGSupport.UNIFORM_BATCH
     query_len_support = _mla.QueryLenSupport.VARLEN
@@ -121,8 +124,8 @@ class RaggedMLAMetadataBuilder(_mla.MLACommonMetadataBuilder):
         **named: Any,
     ) -> None:  # fmt: skip
         if is_batch_invariant():
-            # Which short requests count as decodes depends on what stands before them in the batch, and how a long
-            # one's context is divided on what stands beside it. So all are short ones.
+            # Whether a short request counts as a decode depends on the requests before it in the batch, and the chunks
+            # of a long request's context depend on the other requests. So all requests count as decodes.
             if vllm_config.parallel_config.decode_context_parallel_size > 1:
                 raise Unsupported("expected no context parallelism for RAGGED_MLA with VLLM_BATCH_INVARIANT=1")
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
@@ -144,17 +147,17 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         attn_metadata: Any,
         layer: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attention of short requests, by absorbed queries over the cached latents.
+        """Attention of short requests: absorbed queries attend to the cached latents.
 
         Args:
-            q: [tokens, H, L + R], or its two parts.
+            q: [tokens, H, L + R], or a tuple of its two parts.
             kv_c_and_k_pe_cache: [blocks, block, L + R], or bytes [blocks, block, 656].
             attn_metadata: vLLM's `MLACommonMetadata`, in which these requests come first; under context parallelism
                 their lengths and tables describe this rank's part of the cache.
             layer: vLLM's layer; its `_k_scale` is the scale of an `fp8` cache.
 
         Returns:
-            out [tokens, H, L], and lse [tokens, H] float32, natural, with which vLLM merges ranks.
+            out [tokens, H, L], and lse [tokens, H] float32, by which vLLM merges ranks. It is a natural logarithm.
         """
         q = joined(q)
         decode, tokens = attn_metadata.decode, q.shape[0]
@@ -182,11 +185,11 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
     ) -> None:
-        """Prefill with keys and values of each head: attention over the new tokens and the cached context, merged.
+        """Attention of long requests with keys and values of each head, over the new tokens and the cached context.
 
         Args:
-            q: [tokens, H, nope + R] of the prefilling requests.
-            kv_c_normed, k_pe: [tokens, L] and [tokens, 1, R], their latents.
+            q: [tokens, H, nope + R] of the long requests.
+            kv_c_normed, k_pe: [tokens, L] and [tokens, 1, R], the latents of these tokens.
             kv_c_and_k_pe_cache: as in `forward_mqa`; read if a request has earlier chunks or a shared prefix.
             attn_metadata: vLLM's `MLACommonMetadata`.
             k_scale: the scale of an `fp8` cache.
@@ -200,7 +203,7 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
         prefill = attn_metadata.prefill
         context = prefill.chunked_context
         if context is not None and self.dcp_world_size > 1:
-            # The context lies on several ranks. vLLM gathers it, and runs its own prefill backend.
+            # The context is on several ranks. vLLM gathers it, and runs its own prefill backend.
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output)
             return
         k, v = self._keys_and_values(kv_c_normed, k_pe)
@@ -218,7 +221,7 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
             _, lse[rows] = merge_attention_states([out[rows], part[0]], [lse[rows], part[1]], out=out[rows])
 
     def _keys_and_values(self, kv_c: torch.Tensor, k_pe: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents [tokens, L] and rotary keys [tokens, (1,) R] as keys and values of every head."""
+        """The keys and values of every head, from latents [tokens, L] and rotary keys [tokens, R] or [tokens, 1, R]."""
         projected = self.kv_b_proj(kv_c)[0].view(-1, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
         k_nope, v = projected.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
         shared = k_pe.reshape(-1, 1, self.qk_rope_head_dim).expand(-1, self.num_heads, -1)
@@ -227,7 +230,7 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
     def _gathered(
         self, cache: torch.Tensor, page_indices: torch.Tensor, chunk: Any, k_scale: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """The cached latents [tokens, L + R] of one of vLLM's chunks of context, without waiting for the device."""
+        """The cached latents [tokens, L + R] of a context chunk of vLLM. The host does not wait for the device."""
         sequence = chunk.token_to_seq.long()
         token = torch.arange(sequence.shape[0], device=cache.device)
         position = token - chunk.cu_seq_lens[sequence] + chunk.starts[sequence]
@@ -243,19 +246,19 @@ class RaggedMLAImpl(LatentImpl, _mla.MLACommonImpl):
 
 
 def joined(q: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """The absorbed query, which vLLM may pass as two parts."""
+    """The absorbed queries as one tensor. vLLM may pass a tuple of two parts."""
     return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
 
 
 def stored(cache: torch.Tensor, kv_cache_dtype: str) -> tuple[torch.Tensor, str]:
     """vLLM's cache [blocks, block, width] as a view [P, G, 1, width], and its format."""
-    if kv_cache_dtype in SCALED:  # vLLM passes bytes, or the 8-bit floats of its platform
+    if kv_cache_dtype in SCALED:  # vLLM's cache has bytes or 8-bit floats, by platform
         return cache.view(FP8[kv_cache_dtype]).unsqueeze(2), "plain"
     return cache.unsqueeze(2), CACHE_FORMATS[kv_cache_dtype]
 
 
 class RaggedMLABackend(LatentBackend, _mla.MLACommonBackend):
-    """The answers to vLLM's questions before it selects a backend for dense latent attention."""
+    """The properties by which vLLM selects this backend for dense latent attention."""
 
     NAME, IMPL, BUILDER = "RAGGED_MLA", RaggedMLAImpl, RaggedMLAMetadataBuilder
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS, *SCALED]

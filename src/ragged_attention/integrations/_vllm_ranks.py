@@ -1,8 +1,8 @@
-"""vLLM's decode context parallelism: the positions that this rank's cache holds, and the exchange with other ranks.
+"""vLLM's decode context parallelism: which positions this rank's cache has, and the exchange with other ranks.
 
 vLLM divides the positions of a request among the ranks of a group, which hold the same KV heads and different query
-heads. A rank attends from all query heads to its own positions; the results are merged by their lse, and each rank
-keeps its own query heads.
+heads. A rank computes attention of all ranks' query heads to its own positions. The results are merged by their lse,
+and each rank keeps those of its own query heads.
 """
 
 import dataclasses
@@ -19,16 +19,16 @@ from ragged_attention.calls.sharding import KvShard
 class Ranks:
     """The ranks that share the cache of a group of layers."""
 
-    shard: KvShard  # the rule that divides positions, with this rank
-    group: Any  # vLLM's group
+    shard: KvShard  # the rule that divides positions among ranks, and the number of this rank
+    group: Any  # vLLM's process group
     combine: Callable[..., Any]  # vLLM's exchange of partial results
 
     def with_all_heads(self, q: torch.Tensor) -> torch.Tensor:
-        """The queries [tokens, H, D] of all ranks, [tokens, size * H, D]."""
+        """The queries of all ranks, [tokens, size * H, D], from this rank's queries [tokens, H, D]."""
         return self.group.all_gather(q.contiguous(), dim=1)
 
     def merged(self, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The attention of this rank's heads to all ranks' keys, from that of all heads to this rank's keys."""
+        """Attention of this rank's heads to all ranks' keys, merged from attention of all heads to each rank's keys."""
         out, lse = self.combine(out, lse, self.group, return_lse=True)
         return out, lse.contiguous()
 

@@ -1,8 +1,8 @@
-"""vLLM's fused steps before attention: rotary embedding and cache update, with or without head norms.
+"""vLLM's fused steps before attention: rotary embedding and cache write, with or without norms of each head.
 
-vLLM's compiler passes find these steps in a model's graph and ask the layer's implementation whether it offers a fused
-version. Rotated keys are written to the cache only, so a layer that also attends to the step's own keys has no fused
-steps. A layer whose cache stores scales has none either.
+vLLM's compiler passes find these steps in a model's graph, and ask the layer's implementation whether it has a fused
+version of them. The fused version writes rotated keys only to the cache. So a layer that needs them also outside the
+cache has no fused version. A layer whose cache stores scales has none either.
 """
 
 import abc
@@ -15,7 +15,7 @@ from ragged_attention.torch import norm_rope_write
 
 
 class FusedRope(abc.ABC):
-    """The fused steps of an implementation."""
+    """The mixin that gives a layer's implementation the fused steps."""
 
     num_heads: int
     num_kv_heads: int
@@ -44,15 +44,15 @@ class FusedRope(abc.ABC):
         Args:
             layer: vLLM's layer, with the scales of an 8-bit cache.
             query: [tokens, H, D], or [tokens, H * D]; rows after the last slot are padding and stay unchanged.
-            key, value: [tokens, K, D] and [tokens, K, D_v], or flat. The rotated keys are in the cache only.
+            key, value: [tokens, K, D] and [tokens, K, D_v], or flat. Rotated keys are only written to the cache.
             positions: [tokens].
             cos_sin_cache: [positions, R], cosines before sines.
-            is_neox: whether pairs are the halves of the rotary columns; otherwise they are adjacent columns.
+            is_neox: whether rotary column i is paired with column i + R / 2; otherwise adjacent columns are paired.
             kv_cache: [blocks, K, block, D + D_v] with any strides.
             layer_slot_mapping: [tokens]; -1 is skipped.
         """
         rows = query.view(query.shape[0], self.num_heads, self.head_size)
-        key, value = (each.reshape(each.shape[0], self.num_kv_heads, -1) for each in (key, value))
+        key, value = (tensor.reshape(tensor.shape[0], self.num_kv_heads, -1) for tensor in (key, value))
         new = self._prepare(layer, rows, key, value, positions, cos_sin_cache, is_neox, kv_cache, layer_slot_mapping)
         rows[: len(new)] = new
 
@@ -76,7 +76,7 @@ class FusedRope(abc.ABC):
         Args:
             qkv: [tokens, H * D + K * D + K * D_v].
             q_out: [tokens, H * D] or [tokens, H, D], written.
-            k_out: zeroed: the keys are in the cache only, where our attention reads them.
+            k_out: set to 0. The rotated keys are only written to the cache, from which our attention reads them.
             q_weight, k_weight: [D], the weights of the norms.
             rms_norm_eps: added to the mean of squares.
         """
@@ -95,9 +95,9 @@ class FusedRope(abc.ABC):
         self, layer: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor,
         cos_sin: torch.Tensor, is_neox: bool, kv_cache: torch.Tensor, slots: torch.Tensor, **norms: Any,
     ) -> torch.Tensor:  # fmt: skip
-        """The new queries of the tokens that have a slot; their keys and values are written."""
+        """The new queries of the tokens that have a slot, whose keys and values are written to the cache."""
         cache = self._stored(layer, kv_cache)
-        tokens = slots.shape[0]  # the rows may be padded when slots are not
+        tokens = slots.shape[0]  # there may be padding rows, which have no slots
         q, _ = norm_rope_write(
             q[:tokens], k[:tokens], v[:tokens], cache.kv_pages, slots, positions=positions[:tokens], cos_sin=cos_sin,
             interleaved=not is_neox, k_scale=cache.k_scale, v_scale=cache.v_scale, **norms,
@@ -106,7 +106,7 @@ class FusedRope(abc.ABC):
 
     @abc.abstractmethod
     def _has_fused_steps(self) -> bool:
-        """Whether attention reads all keys from the cache, and the fused steps can write it."""
+        """Whether attention reads all keys from the cache, and the fused steps can write to this cache."""
 
     @abc.abstractmethod
     def _stored(self, layer: Any, kv_cache: torch.Tensor) -> Stored:

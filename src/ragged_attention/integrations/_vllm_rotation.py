@@ -1,6 +1,7 @@
 """The rotation of rows in vLLM's `int4_per_token_head`: column signs, then a Hadamard transform without normalisation.
 
-It spreads outliers over all columns, and gives most rows numbers of both signs, which their zero points need.
+The rotation spreads outliers over all columns. It also gives most rows both positive and negative numbers, which their
+zero points need.
 """
 
 import functools
@@ -9,7 +10,7 @@ import torch
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
-    """The rotated rows, in their dtype; products of two rotated rows are `norm` times those of the rows."""
+    """The rotated rows, in x's dtype. The product of two rotated rows is `norm` times the product of the rows."""
     matrix = _matrix(norm(x.shape[-1]), x.device)
     return (x.float().unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2).to(x.dtype)
 
@@ -27,10 +28,10 @@ def norm(head_size: int) -> int:
 
 @functools.cache
 def _matrix(size: int, device: torch.device) -> torch.Tensor:
-    """The rotation of `size` columns, f32 [size, size]; a row is multiplied from the left.
+    """The rotation of `size` columns, f32 [size, size]. A row is multiplied by it from the left.
 
-    vLLM draws the signs from torch's generator for CPUs, on every device, so other seeds would not read its caches. It
-    loads models with another default device.
+    The signs must be those of vLLM, so that its caches can be read. vLLM draws them on the CPU with this seed. The
+    default device is set here, because vLLM loads models with another one.
     """
     with torch.device("cpu"):
         step, matrix = torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.ones(1, 1)

@@ -1,7 +1,7 @@
 """The backend `RAGGED_SPARSE_MLA`: latent attention over the positions that the model's indexer selects.
 
-Each query token has its own list, so prefill and decode are treated alike, and requests need no order. Under context
-parallelism a rank attends to the selected positions that it holds.
+Each query token has its own list of positions. So prefill and decode need no different treatment, and requests may be
+in any order. Under context parallelism, a rank attends to those selected positions that are in its cache.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ _INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass
 class RaggedSparseMLAMetadata(_vllm.AttentionMetadata):
-    """One step's tables. All tokens count as decodes, so that vLLM's layer sends them to `forward_mqa`."""
+    """The metadata of a step. All tokens count as decodes, so that vLLM's layer passes them to `forward_mqa`."""
 
     num_reqs: int
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
     query_start_loc: torch.Tensor
-    seq_lens: torch.Tensor  # read by vLLM's layer only
+    seq_lens: torch.Tensor  # only for vLLM's layer
     slot_mapping: torch.Tensor
     block_table: torch.Tensor
     request_of_token: torch.Tensor
@@ -56,7 +56,7 @@ class RaggedSparseMLAMetadataBuilder(_vllm.AttentionMetadataBuilder):
         self._shard = None if ranks is None else ranks.shard
         max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
         self._tokens = torch.arange(max_tokens, dtype=torch.int32, device=device)
-        # A graph replays with the addresses with which it was captured, so the result has a fixed place.
+        # A replayed graph reads the addresses that it captured, so the requests of all steps are in one tensor.
         self._request_of_token = torch.zeros(max_tokens, dtype=torch.int32, device=device)
 
     def build(
@@ -76,11 +76,11 @@ class RaggedSparseMLAMetadataBuilder(_vllm.AttentionMetadataBuilder):
 
 
 class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopkIndicesBuffer):
-    """One layer's sparse latent attention."""
+    """A layer's sparse latent attention."""
 
     is_sparse = True
     supports_dense_mha_prefill = False
-    # A draft's list determines what it sees, so the cache may be divided in any way.
+    # A draft sees only the positions in its list, so any interleaving of the cache over ranks is supported.
     supports_mtp_with_cp_non_trivial_interleave_size = True
     masked_mha_available = False
 
@@ -103,14 +103,15 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         """Attention of each token over the positions of its request that `topk_indices_buffer` lists.
 
         Args:
-            q: absorbed queries [tokens, H, L + R], or their two parts; under context parallelism of all ranks' heads.
+            q: absorbed queries [tokens, H, L + R], or a tuple of their two parts. Under context parallelism,
+                H counts the heads of all ranks.
             kv_c_and_k_pe_cache: [blocks, block, L + R], or bytes [blocks, block, 656]; blocks need not be contiguous.
             attn_metadata: the result of our builder.
             layer: not read.
 
         Returns:
-            out [tokens, H, L] and lse [tokens, H] float32, natural, by which vLLM merges ranks; 0 and -inf for a
-            token if this rank holds nothing of its list.
+            out [tokens, H, L], and lse [tokens, H] float32, by which vLLM merges ranks. It is a natural logarithm. A
+            token gets 0 and -inf if no position of its list is in this rank's cache.
         """
         q = joined(q)
         positions = self.topk_indices_buffer[: q.shape[0]]
@@ -123,7 +124,7 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
         keywords: dict[str, Any] = dict(
             indices=slots.unsqueeze(1), d_v=self.kv_lora_rank, sm_scale=self.scale, cache_format=cache_format
         )
-        # With few tokens `mla_decode` divides a list among programs, so its order of sums differs from a prefill's.
+        # With few tokens, `mla_decode` divides a list into KV splits, so it sums in another order than in a prefill.
         divided = attn_metadata.max_query_len == 1 and not is_batch_invariant()
         with as_vllm_asks():
             if divided:
@@ -134,7 +135,7 @@ class RaggedSparseMLAImpl(LatentImpl, _vllm.MLAAttentionImpl, _sparse.SharedTopk
 
 
 class RaggedSparseMLABackend(LatentBackend, _vllm.AttentionBackend):
-    """The answers to vLLM's questions before it selects a backend for sparse latent attention."""
+    """The properties by which vLLM selects this backend for sparse latent attention."""
 
     NAME, IMPL, BUILDER = "RAGGED_SPARSE_MLA", RaggedSparseMLAImpl, RaggedSparseMLAMetadataBuilder
 
@@ -151,10 +152,10 @@ RaggedSparseMLAImpl.BACKEND = RaggedSparseMLABackend
 def slots_of_tokens(
     positions: torch.Tensor, request_of_token: torch.Tensor, page_indices: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """The cache slots of positions [T, N] in the requests of their tokens; -1 means no position and no slot.
+    """The cache slots of positions [T, N], which are positions in each token's request; -1 stays -1.
 
-    The tables of all requests are joined, as if one request had all positions. So one call serves any query lengths,
-    and no table is copied for each token.
+    The tables of all requests are joined to one, as if a single request had all positions. So a single call converts
+    requests of any query lengths, and no table is copied for each token.
     """
     requests, pages = page_indices.shape
     span = pages * page_size

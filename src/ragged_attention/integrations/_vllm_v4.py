@@ -1,7 +1,7 @@
 """Replacements for DeepSeek-V4 in vLLM on a CPU, for `_vllm_bindings`: attention, and the tables of a step.
 
-vLLM has the model and its operators for CPUs, but makes the tables of a step with Triton kernels, and no vLLM package
-has a Triton compiler for CPUs. The functions here replace those kernels and have their argument names.
+vLLM has the model and its operators for CPUs. But it computes the tables of a step with Triton kernels, and no vLLM
+package includes a Triton compiler for CPUs. The functions here replace these kernels and have their argument names.
 """
 
 import importlib
@@ -20,7 +20,7 @@ _ROW_BYTES = 584  # bytes of a token in the cache, format fp8_v4
 def compute_token_to_req_indices(
     query_start_loc: torch.Tensor, out: torch.Tensor, num_mapped_tokens: int, num_tokens: int
 ) -> torch.Tensor:
-    """Write the request of each token into `out`, 0 after the last mapped token; returns the written part."""
+    """Write the request of each token into `out`, or 0 after the last mapped token. Return the written part."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=out.device)
     request = torch.searchsorted(query_start_loc[1:], token, right=True, out_int32=True)
     request.clamp_(max=query_start_loc.shape[0] - 2)
@@ -38,10 +38,10 @@ def compressed_slot_mapping(
     dcp_world_size: int,
     cp_interleave: int,
 ) -> None:
-    """Write the slot of the compressed entry that a token completes; other tokens keep -1.
+    """Write, for each token, the slot of the compressed entry that it completes, or -1 if it completes none.
 
-    A token without a slot writes no entry. `block_size` counts compressed entries. Under decode
-    context parallelism the positions in the tables are those of this rank.
+    A token without a slot of its own gets -1 too. `block_size` counts compressed entries. Under decode context
+    parallelism, the block table has this rank's positions.
     """
     token, request, position = _tokens(query_start_loc, seq_lens, block_table.shape[0])
     slots = slot_mapping[: token.shape[0]]
@@ -70,11 +70,11 @@ def compute_swa_indices_and_lens(
     token_offset: int,
     has_image: bool = False,
 ) -> None:
-    """Write the slots of each token's window, in order, then -1, and the number of slots, 0 for padding tokens.
+    """Write the slots of each token's window in order, padded with -1, and their number, which is 0 for padding tokens.
 
     Args:
-        swa_indices: i32 [>= num_tokens, 1, >= index_width], written from the first row.
-        left_visible, right_visible: i32, read if `has_image`: the distances to which image tokens see on each side.
+        swa_indices: i32 [>= num_tokens, 1, >= index_width], written from its first row on.
+        left_visible, right_visible: i32, how far image tokens see to each side; read if `has_image`.
         token_offset: the token of the first row.
     """
     token = torch.arange(token_offset, token_offset + num_tokens, device=swa_indices.device)
@@ -103,7 +103,7 @@ def compute_prefill_metadata(
     num_decodes: int,
     window_size: int,
 ) -> None:
-    """Write the number of keys that each prefill's new tokens see in total, in the step and in the window before it."""
+    """Write the number of keys that each prefill's new tokens see: the new keys and the window before them."""
     prefills = slice(num_decodes, num_decodes + num_prefills)
     new = query_start_loc.diff()[prefills]
     before = (seq_lens[prefills] - new - replay_start[prefills]).clamp(0, window_size - 1)
@@ -113,14 +113,14 @@ def compute_prefill_metadata(
 def _tokens(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, requests: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens of a step, the request of each, and its position in that request."""
+    """The tokens of a step, the request of each token, and the token's position in its request."""
     token = torch.arange(int(query_start_loc[requests]), device=query_start_loc.device)
     request = torch.searchsorted(query_start_loc[1 : requests + 1], token, right=True)
     return token, request, seq_lens[request] - query_start_loc[request + 1] + token
 
 
 def all_kinds_of_layers(original: Any) -> Any:
-    """Add two kinds of layers, absent in V4, that vLLM 0.32's builder for CPUs omits and later looks up."""
+    """Add two kinds of layers to the result. V4 has no such layers, but vLLM 0.32 for CPUs later looks them up."""
 
     def build_tile_scheduler(self: Any, num_decode_tokens: int) -> dict[str, Any]:
         return {"c1a": None, "c2a": None} | original(self, num_decode_tokens)
@@ -132,12 +132,12 @@ def all_kinds_of_layers(original: Any) -> Any:
 
 
 def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.Tensor, output: torch.Tensor) -> None:
-    """A layer's attention to each token's window and to compressed entries, all visible ones or those selected.
+    """A layer's attention to each token's window, and to all visible or to the selected compressed entries.
 
     Args:
         self: vLLM's layer.
         q: [tokens, H, 512].
-        kv: not read: the step's keys are in the cache.
+        kv: not read, because the step's keys are already in the cache.
         positions: [tokens].
         output: [tokens, H, 512], written.
     """
@@ -146,9 +146,9 @@ def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.T
         output.zero_()
         return
     step = metadata[self.swa_cache_layer.prefix]
-    windows = [each for each in (step.decode_swa_indices, step.prefill_swa_indices) if each is not None]
-    widest = max(each.shape[-1] for each in windows)
-    window = torch.cat([torch.nn.functional.pad(each, (0, widest - each.shape[-1]), value=-1) for each in windows])
+    parts = [part for part in (step.decode_swa_indices, step.prefill_swa_indices) if part is not None]
+    widest = max(part.shape[-1] for part in parts)
+    window = torch.cat([torch.nn.functional.pad(part, (0, widest - part.shape[-1]), value=-1) for part in parts])
     tokens = window.shape[0]
     keywords: dict[str, Any] = dict(indices=window, sinks=self.attn_sink.detach(), sm_scale=self.scale)
     if self.compress_ratio > 1:
@@ -164,7 +164,7 @@ def forward_mqa(self: Any, q: torch.Tensor, kv: torch.Tensor, positions: torch.T
 
 
 def _compressed_entries(layer: Any, positions: torch.Tensor) -> torch.Tensor:
-    """The compressed entries i32 [tokens, N] that each token attends to, then -1."""
+    """The compressed entries i32 [tokens, N] to which each token attends, padded with -1."""
     if layer.indexer is not None:
         return layer.topk_indices_buffer[: positions.shape[0]]
     entry = torch.arange(-(-layer.max_model_len // layer.compress_ratio), dtype=torch.int32, device=positions.device)
@@ -173,7 +173,7 @@ def _compressed_entries(layer: Any, positions: torch.Tensor) -> torch.Tensor:
 
 
 def _pages(cache: torch.Tensor) -> torch.Tensor:
-    """vLLM's cache [blocks, block, 584] as pages of bytes, which need not be contiguous."""
+    """vLLM's cache [blocks, block, 584] as pages of bytes. Blocks need not be contiguous."""
     return cache.view(torch.uint8).as_strided(
         (cache.shape[0], cache.shape[1], 1, _ROW_BYTES), (cache.stride(0), _ROW_BYTES, _ROW_BYTES, 1)
     )

@@ -1,16 +1,15 @@
 """vLLM on TPUs: the attention layers of tpu-inference run `ragged_paged_attention` under `--attention-backend ragged`.
 
-`register()` has to be called in every process of vLLM before the command line is parsed. Entry points of the group
-`vllm.general_plugins` are called that early, and `plugin()` is meant to be one. Neither function imports jax, which
-most processes that load plugins do not need. Tested with tpu-inference 0.32.
+`register()` must be called in every process of vLLM before the command line is parsed. vLLM calls the entry points of
+the group `vllm.general_plugins` early enough, and `plugin()` is meant to be such an entry point. By default, neither
+function imports jax, which most processes that load plugins do not need. Tested with tpu-inference 0.32.
 
-Models with latent attention (MLA) always run by tpu-inference's own backend. For them
-`register(mla=True)`, or `RAGGED_ATTENTION_TPU_MLA=1` in the environment, replaces the kernel that this backend calls by
-`ragged_mla_attention`.
+Models with latent attention (MLA) always use tpu-inference's own backend. `register(mla=True)`, or
+`RAGGED_ATTENTION_TPU_MLA=1` in the environment, replaces the kernel that this backend calls by `ragged_mla_attention`.
 
-A layer's cache is [P, G, 2K, D], K of head h at 2h and V at 2h + 1, with D the head size rounded up to a multiple of
-128. Keys and values arrive in the cache's dtype: tpu-inference quantises them before attention, and passes the scales
-by which the results have to be multiplied.
+A layer's cache is [P, G, 2K, D]. K of head h is at 2h, and V at 2h + 1. D is the head size rounded up to a multiple of
+128. Keys and values arrive in the cache's dtype: tpu-inference quantises them before attention, and passes their
+scales, by which logits and results have to be multiplied.
 """
 
 import functools
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 NAME = "ragged"  # the value of --attention-backend
 PACKAGE = "tpu-inference"
-TESTED = (0, 32)  # the supported release, with any patch version
+TESTED = (0, 32)  # the supported minor release; any patch release of it is supported
 OTHER_PATH = "ragged_attention.integrations.vllm.RaggedAttentionBackend"
 LANES = 128  # columns of a TPU's tiles; XLA would copy a cache with narrower heads in each step
 MLA_VARIABLE = "RAGGED_ATTENTION_TPU_MLA"
-MLA_KERNEL = "mla_ragged_paged_attention"  # a name in the module of the host's layers
+MLA_KERNEL = "mla_ragged_paged_attention"  # the kernel's name in the module of tpu-inference's layers
 CACHE_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
@@ -44,8 +43,8 @@ def register(mla: bool | None = None) -> None:
     """Make `--attention-backend ragged` known to tpu-inference and vLLM. Calling it again changes nothing.
 
     Args:
-        mla: whether to replace the kernel of latent attention too, for every backend; this imports jax. With None,
-            the environment decides: `RAGGED_ATTENTION_TPU_MLA=1`.
+        mla: whether to replace the kernel of latent attention too, whichever backend is selected. This imports jax. If
+            None, the kernel is replaced if the environment has `RAGGED_ATTENTION_TPU_MLA=1`.
 
     Raises:
         ImportError: tpu-inference or a package that it needs is missing, or its version was not tested.
@@ -53,7 +52,7 @@ def register(mla: bool | None = None) -> None:
     """
     host = _tested_host()
     path = f"{__name__}.RaggedPallasBackend"
-    # The plug-in for vLLM itself registers this name too. Under tpu-inference the name always leads here.
+    # Our plug-in for vLLM registers this name too. Under tpu-inference the name must select the backend of this module.
     registry: Any = importlib.import_module("vllm.v1.attention.backends.registry")
     member = registry.AttentionBackendEnum.__members__.get(NAME.upper())
     if member is not None and member.get_path() == OTHER_PATH:
@@ -67,9 +66,9 @@ def register(mla: bool | None = None) -> None:
 
 
 def plugin() -> None:
-    """`register()` for an entry point; it does nothing if tpu-inference is not installed.
+    """Call `register()` as an entry point of vLLM. Without tpu-inference, this does nothing.
 
-    If `register` fails, the error is only logged: vLLM does not catch it and would not start with any backend.
+    If `register` fails, the error is only logged, because vLLM would not catch it and could not start.
     """
     try:
         importlib.metadata.version(PACKAGE)
@@ -101,7 +100,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def _latent_attention(*arrays: Any, **settings: Any) -> "tuple[jax.Array, jax.Array]":
-    """The replacement of the host's kernel, without the sizes that are tuned for that kernel."""
+    """The replacement of tpu-inference's kernel. It ignores the block sizes that are tuned for that kernel."""
     from ragged_attention.compat import tpu_inference
 
     for size in ("num_kv_pages_per_block", "num_queries_per_block", "decode_batch_size", "mixed_q_split"):
@@ -157,22 +156,23 @@ class _Attention:
             mesh: its axes `ATTN_DATA` divide the batch, and its axes `ATTN_HEAD` divide the heads.
             head_dim_original: without effect, because `sm_scale` is given.
             sm_scale: factor on q . k.
-            attention_chunk_size: the sliding window, by the name that tpu-inference uses here: its layers pass windows,
-                and its own kernels take it as `sliding_window`. It is no chunk of Llama 4.
+            attention_chunk_size: the sliding window. The name is that of tpu-inference, but its layers pass a window,
+                which its own kernels call `sliding_window`. It is not the chunk size of Llama 4.
             q_scale: queries are divided by this number and rounded to the cache's float8_e4m3fn; logits are multiplied
                 by it.
             k_scale, v_scale: numbers; a cached value times its scale is the true value.
             sinks: [H], logits that join the softmax's denominator only.
             update_kv_cache: whether k and v are written; otherwise they are already in the cache.
-            use_causal_mask: whether later positions than a query's own are hidden from it.
+            use_causal_mask: whether positions after a query's own position are hidden from the query.
             attn_logits_soft_cap: as in `ragged_paged_attention`.
             decode_query_size: without effect; a hint for kernels that treat decodes separately.
 
         Returns:
-            The cache and [T, H, D] of q's dtype.
+            The cache, and the result [T, H, D] in q's dtype.
 
         Raises:
-            Unsupported, InvalidInput: an argument that is not supported, or that contradicts the others.
+            Unsupported: an argument is not supported.
+            InvalidInput: an argument contradicts the other arguments.
         """
         del head_dim_original, decode_query_size
         scales = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
@@ -187,7 +187,7 @@ class _Attention:
 
 
 def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str, Any], update_kv_cache: bool) -> None:
-    """Refuse arguments that are not supported; `ragged_paged_attention` checks the others."""
+    """Raise an error for unsupported arguments. `ragged_paged_attention` checks all further arguments."""
     for axis in ("dcp", "pcp"):
         if (size := mesh.shape.get(axis, 1)) > 1:
             raise Unsupported(f"expected mesh axis {axis!r} of size 1, since context is not shared out, got {size}")
@@ -208,7 +208,7 @@ def _refuse(kv_cache: Any, k: Any, v: Any, md: Any, mesh: Any, scales: dict[str,
 def _over_heads(
     local: Callable[..., Any], mesh: Any, kv_cache: Any, q: Any, new_kv: Any, is_written: bool, tables: Any, sinks: Any
 ) -> Any:
-    """Run `local` on each device of the mesh, with the device's heads and, along the data axes, its own batch."""
+    """Run `local` on each device of the mesh, with the device's part of the heads and, on data axes, of the batch."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import PartitionSpec
@@ -217,7 +217,7 @@ def _over_heads(
     data, heads = names.ATTN_DATA, names.ATTN_HEAD
     devices = math.prod(mesh.shape.get(axis, 1) for axis in ((heads,) if isinstance(heads, str) else heads or ()))
     if (num_kv_heads := new_kv[0].shape[1]) < devices:
-        # The cache has a head for each device, so devices that share a head store copies of its keys and values.
+        # The cache has a head for each device, so devices that share a KV head store copies of its keys and values.
         if devices % num_kv_heads:
             raise Unsupported(f"expected the number of KV heads to divide {devices} devices, got {num_kv_heads}")
         new_kv = tuple(jnp.repeat(new, devices // num_kv_heads, axis=1) for new in new_kv)
@@ -231,7 +231,7 @@ def _over_heads(
 def _attend(
     settings: dict[str, Any], v_scale: float, kv_cache: Any, q: Any, new_kv: Any, tables: Any, sinks: Any
 ) -> Any:
-    """The cache and the results of one device. Without `new_kv` nothing is written."""
+    """The cache and the result of one device. If `new_kv` is None, nothing is written to the cache."""
     import jax.numpy as jnp
 
     from ragged_attention.jax import ragged_paged_attention
@@ -240,43 +240,44 @@ def _attend(
     if scale is not None:
         largest = float(jnp.finfo(kv_cache.dtype).max)
         queries = jnp.clip(q.astype(jnp.float32) / scale, -largest, largest).astype(kv_cache.dtype)
-        dtype = jnp.bfloat16  # the operation widens the queries to it
+        dtype = jnp.bfloat16  # the operation converts the queries to this dtype
 
     def padded(rows: Any) -> Any:
         """The rows with zeros up to the width of the cache's rows."""
         return jnp.pad(rows, ((0, 0), (0, 0), (0, kv_cache.shape[-1] - rows.shape[-1])))
 
-    # The new rows are already divided by their scales, and `k_scale=` would divide them again. So the scales go into
-    # sm_scale and into the result, and int8 pages have scales of 1. `dtype` represents every value of an 8-bit cache.
+    # The new rows are already divided by their scales. The arguments `k_scale` and `v_scale` would divide them again,
+    # so they are 1 for int8 pages. Instead, `sm_scale` includes the scale of keys, and the result is multiplied by the
+    # scale of values. `dtype` represents every value of an 8-bit cache exactly.
     kv_lens, block_tables, cu_q_lens, distribution = tables
     settings = settings | {"num_seqs": distribution[2:], "sinks": sinks}
     if kv_cache.dtype == jnp.int8:
         settings |= {"k_scale": 1.0, "v_scale": 1.0}
-    given = padded(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
+    arguments = padded(queries), kv_cache, kv_lens, block_tables.reshape(len(kv_lens), -1), cu_q_lens
     if new_kv is None:
-        out = ragged_paged_attention(*given, **settings)
+        out = ragged_paged_attention(*arguments, **settings)
     else:
         new_kv = tuple(padded(rows.astype(dtype)) for rows in new_kv)
-        out, kv_cache = ragged_paged_attention(*given, new_kv=new_kv, **settings)
+        out, kv_cache = ragged_paged_attention(*arguments, new_kv=new_kv, **settings)
     out = out[..., : q.shape[-1]]
     return kv_cache, (out if v_scale == 1.0 else out.astype(jnp.float32) * v_scale).astype(q.dtype)
 
 
 def _class(name: str, doc: str, *bases: type, **members: Any) -> type:
-    """A class of this module, whose bases are known only at run time."""
+    """A new class of this module. Its bases are known only at run time."""
     return type(name, bases, {"__module__": __name__, "__doc__": doc, **members})
 
 
 @functools.cache
 def _attention_backend(host: ModuleType) -> type:
-    """The class with which tpu-inference lays out caches and runs attention."""
+    """The class that tells tpu-inference the shape of caches, and runs attention."""
     doc = "Attention by `ragged_paged_attention`, under tpu-inference's interface."
     return _class("RaggedAttentionBackend", doc, _Attention, host.AttentionBackend)
 
 
 @functools.cache
 def _vllm_backends(host: ModuleType) -> dict[str, type]:
-    """The classes that vLLM uses: tpu-inference's own, with the name of our backend."""
+    """The classes that vLLM uses. They extend those of tpu-inference, and have the name of our backend."""
     doc = "A layer's attention by the registered backend."
     impl = _class("RaggedPallasImpl", doc, host.PallasAttentionBackendImpl, attention_backend=NAME)
     getters = {"get_name": staticmethod(lambda: NAME.upper()), "get_impl_cls": staticmethod(lambda: impl)}
@@ -288,7 +289,7 @@ def _vllm_backends(host: ModuleType) -> dict[str, type]:
 def __getattr__(name: str) -> type:
     """`RaggedAttentionBackend`, `RaggedPallasBackend` and `RaggedPallasImpl`, which extend classes of tpu-inference.
 
-    They are made on first use. vLLM imports `RaggedPallasBackend` by its path in this module.
+    These classes are made on first use. vLLM imports `RaggedPallasBackend` from this module, by its path.
     """
     if name == "RaggedAttentionBackend":
         return _attention_backend(_tested_host())

@@ -1,4 +1,4 @@
-"""vLLM's attention by our operations: its engine schedules and owns the cache; our kernels read and write it.
+"""vLLM's attention by our operations. vLLM's engine schedules and owns the cache, which our kernels read and write.
 
 `register()` makes three names known to vLLM. The plug-in of this package calls it in every process of vLLM, so one
 option is enough:
@@ -8,13 +8,14 @@ option is enough:
 On a CPU, vLLM ignores the option. There `register(cpu=True)`, or `RAGGED_ATTENTION_VLLM_CPU=1` in the environment,
 replaces vLLM's own backends by ours.
 
-Sparse models need an indexer too. If vLLM has none for the device, `_vllm_bindings` puts ours under the names that the
-models call, when such a model is loaded. If vLLM has its own, it stays unless `register(indexer=True)` or
-`RAGGED_ATTENTION_VLLM_INDEXER=1` requests ours. MiniMax M3 and Qwen4 offer no choice of attention backends, so their
-attention to selected keys is bound in the same way. `unregister()` undoes all of this.
+Sparse models also need an indexer. If vLLM has none for the device, `_vllm_bindings` replaces the functions that such a
+model calls by ours, when the model is loaded. If vLLM has an indexer, it is kept, unless `register(indexer=True)` or
+`RAGGED_ATTENTION_VLLM_INDEXER=1` requests ours. MiniMax M3 and Qwen4 have no choice of attention backends, so their
+attention to selected keys is replaced in the same way. `unregister()` undoes all of these replacements.
 
-vLLM is imported on the first use of `RaggedAttentionBackend`, `RaggedMLABackend` or `RaggedSparseMLABackend`. They
-extend its abstract classes, whose interface changes between versions, so versions outside `TESTED` are refused.
+vLLM is imported on the first use of `RaggedAttentionBackend`, `RaggedMLABackend` or `RaggedSparseMLABackend`. These
+classes extend abstract classes of vLLM, whose interface changes between versions. So versions outside `TESTED` are
+refused.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ _NAMES = {
     "RAGGED_MLA": "RaggedMLABackend",
     "RAGGED_SPARSE_MLA": "RaggedSparseMLABackend",
 }
-# The backends that vLLM's CPU platform selects, and ours that replace them.
+# The backends that vLLM's CPU platform selects, and our backends that replace them.
 _ON_CPU = {"CPU_ATTN": "RaggedAttentionBackend", "CPU_MLA": "RaggedMLABackend", "AMX_MLA": "RaggedMLABackend"}
 _SPARSE_MODELS = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 _M3_MODELS = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGeneration")
@@ -64,7 +65,7 @@ _SPARSE_ON_CPU = (*_SPARSE_MODELS, "DeepseekV4ForCausalLM", *_M3_MODELS)
 
 @dataclasses.dataclass
 class _Changed:
-    """The names that `register` has replaced in vLLM, for `unregister`."""
+    """The changes that `register` has made in vLLM, so that `unregister` can undo them."""
 
     on_cpu: bool = False
     models: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -77,14 +78,15 @@ def register(cpu: bool | None = None, indexer: bool | None = None) -> None:
     """Make `RAGGED`, `RAGGED_MLA` and `RAGGED_SPARSE_MLA` known to vLLM. Calling it again does no harm.
 
     Args:
-        cpu: whether to replace vLLM's own backends on a CPU too: dense attention and MLA, and sparse MLA, which its CPU
-            platform refuses. It ignores the name that a user selects. With None, `RAGGED_ATTENTION_VLLM_CPU` decides.
-        indexer: whether sparse models use our indexer, and MiniMax M3 and Qwen4 our attention too, also where vLLM has
-            its own for the device. With None, `RAGGED_ATTENTION_VLLM_INDEXER` decides.
+        cpu: whether to replace vLLM's own backends on a CPU. vLLM's CPU platform ignores the backend that a user
+            selects. The replaced backends are those of dense attention and of MLA. Sparse MLA, which that platform
+            refuses, is enabled too. If None, `RAGGED_ATTENTION_VLLM_CPU` decides.
+        indexer: whether sparse models use our indexer, and MiniMax M3 and Qwen4 also our attention, even if vLLM has
+            its own for the device. If None, `RAGGED_ATTENTION_VLLM_INDEXER` decides.
 
     Raises:
         ImportError: vLLM is not installed.
-        Unsupported: its version is not among `TESTED`.
+        Unsupported: the version of vLLM is not in `TESTED`.
     """
     _check_version()
     _register(cpu, indexer)
@@ -93,7 +95,7 @@ def register(cpu: bool | None = None, indexer: bool | None = None) -> None:
 def unregister() -> None:
     """Undo the replacements that `register` made in vLLM, for models that are loaded from now on.
 
-    The three names stay known, and select our backends as before.
+    The three names stay registered, and still select our backends.
     """
     bindings = sys.modules.get("ragged_attention.integrations._vllm_bindings")
     if bindings is not None:
@@ -109,11 +111,11 @@ def unregister() -> None:
 
 
 def plugin() -> None:
-    """`register()` for the entry point in `vllm.general_plugins`; it never raises.
+    """Call `register()` as the entry point in `vllm.general_plugins`. It never raises an exception.
 
-    vLLM runs the plug-ins of all installed packages, also for users who have not asked for ours, and does not catch
-    their exceptions. With an unknown version of vLLM the names are registered too; selecting one of them then raises
-    an error that lists the supported versions.
+    vLLM runs the plug-ins of all installed packages, even if the user has not requested ours, and does not catch their
+    exceptions. The names are also registered with an untested version of vLLM. Selecting one of them then raises an
+    error that lists the supported versions.
     """
     try:
         _register(None, None)
@@ -127,8 +129,8 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
     for name, attribute in _NAMES.items():
         if name not in registry.AttentionBackendEnum.__members__:
             registry.register_backend(name, f"{__name__}.{attribute}")
-        # Some of vLLM's processes unpickle its configuration before they load plug-ins, when the name in it is still
-        # unknown. So unpickling a name registers it.
+        # Some processes of vLLM unpickle its configuration before they load plug-ins. The name in it is not registered
+        # at that time, so unpickling a name registers it.
         registry.AttentionBackendEnum[name].__reduce_ex__ = functools.partial(_reduced, name)
     on_cpu = os.environ.get(CPU_VARIABLE) == "1" if cpu is None else cpu
     if on_cpu:
@@ -149,7 +151,7 @@ def _register(cpu: bool | None, indexer: bool | None) -> None:
 
 
 def _lead_models_to_bindings(architectures: tuple[str, ...]) -> None:
-    """Let vLLM's registry find models in `_vllm_bindings`, which binds our indexer when they are loaded."""
+    """Let vLLM's registry load models from `_vllm_bindings`, which first puts our functions in place of vLLM's."""
     registry: Any = importlib.import_module("vllm.model_executor.models.registry").ModelRegistry
     for architecture in architectures:
         if architecture not in _changed.models:
@@ -163,7 +165,7 @@ def _reduced(name: str, protocol: int) -> tuple[Any, tuple[str]]:
 
 
 def _member(name: str) -> Any:
-    """The member of vLLM's enumeration with one of our names, which is registered if necessary."""
+    """The member of vLLM's enumeration for one of our names. The names are registered if necessary."""
     _register(None, None)
     return importlib.import_module("vllm.v1.attention.backends.registry").AttentionBackendEnum[name]
 
