@@ -1,11 +1,12 @@
-"""The scores of blocks of keys for each index head, and the top-k of them; the kernel of two operations.
+"""The kernel of `block_scores` and `select_blocks`: scores of blocks of keys for each index head, and their top-k.
 
 As in `_indexer`, packed keys are treated as one page and one sequence of all tokens. A *column* is a position counted
 from the first key that a token sees, so a token sees the columns [0, n). A *unit* is a range of consecutive tokens of a
-sequence, over one split of their columns; tokens of packed keys share a unit only if their columns are the same keys. A
-split begins and ends with a block. A program computes one unit: it reads each tile of keys once for all tokens, turns
-it, multiplies it with the queries, and raises the score of each block to the largest product. Scores are written to the
-result or, for a top-k, to scratch memory; the last split of a unit to finish selects from it.
+sequence with one split of their columns. With packed keys, tokens share a unit only if column 0 is the same key for all
+of them. Splits begin and end at block boundaries. A program computes one unit: it reads each tile of keys once for all
+tokens, transposes it, multiplies it with the queries, and raises the score of each block to the largest product. Scores
+are written to the result or, for a top-k, to scratch memory. Of the units of a token range, the last one to finish
+selects the top-k from this memory.
 """
 
 from ragged_attention.portable.numba import _records
@@ -56,7 +57,7 @@ unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
 SPAN = 1024  # columns per split if scores are the result, a multiple of every block size
 SHARES = 32  # for a top-k, a unit with more than 1/SHARES of the total work is split
 MAX_FLOATS = 2**18  # scores per unit, for a top-k; a single token may have more
-FORCED = INFINITY + 1  # as an `ordered` integer, of a block that is always selected
+FORCED = INFINITY + 1  # the `ordered` integer of a block that is always selected
 
 
 # ---- dividing the work
@@ -79,7 +80,7 @@ def blocks_in(call, columns):
 
 @compiled
 def range_of(call, seq, first, stop):
-    """The end of the range of tokens that begins at `first`, their first key, and the most columns that one sees."""
+    """The end of the token range that begins at `first`, its tokens' first key, and the most columns that one sees."""
     base, longest = seen_by(call, seq, first, stop)
     last = first + 1
     while last < min(stop, first + call.block_q):
@@ -156,7 +157,7 @@ tile_at = _records.record_at((*NUMBERS, *BUFFERS))
 def new_tile(call):
     """Allocate a tile; returns its address, 0 if there is no memory.
 
-    A place is 32 bits: a float32 or a pair of bfloat16, as in `_products`. `q` has `rows` rows for each head of keys,
+    A place is 32 bits: a float32 or a pair of bfloat16, as in `_products`. `q` has `rows` rows for each KV head,
     `counts` the number of columns that each token sees. The buffers `scores`, `order` and `scratch` serve a top-k: the
     scores of a unit, a row of them as `ordered` integers, and the scratch memory of `select`.
     """
@@ -199,7 +200,7 @@ def read_queries(call, tile, unit):
 
 @compiled
 def list_next(call, tile, unit, column, count):
-    """List the addresses of the first head of the next `count` keys and of its scales, and prefetch the keys.
+    """List the addresses of the next `count` keys, and of their scales, in the first head; prefetch these keys.
 
     Returns how many of the next keys have no page.
     """
@@ -223,7 +224,10 @@ def next_head(call, tile, count):
 
 @compiled
 def raise_scores(s, count, column, size, target):
-    """Raise the scores `target` of blocks of `size` columns to the largest of `count` products from `column` on."""
+    """Raise each block's score in `target` to the largest of its products.
+
+    `s` has the products of `count` columns from `column` on. A block has `size` columns.
+    """
     index = 0
     while index < count:
         block = (column + index) // size
@@ -258,7 +262,7 @@ def multiply_head(tile, head, rows, count):
 def score_keys(call, tile, unit, scores):
     """Compute the scores of a unit, `unit.blocks` for each token and head, from the columns of its split."""
     tokens, group = unit.last - unit.first, call.group
-    if unit.low == unit.high:  # rounded to blocks, an empty range would name a block of another split
+    if unit.low == unit.high:  # an empty range, rounded to whole blocks, would include a block of another split
         return
     begin, end = unit.low // call.block_size, blocks_in(call, unit.high)
     for row in range(tokens * call.num_heads):
@@ -292,11 +296,11 @@ def score_keys(call, tile, unit, scores):
 @compiled
 def force(scores, order, count, init_blocks, local_blocks):
     """Replace the `ordered` integers of blocks that are always selected; `scores` is the same row as floats."""
-    own = count - 1
-    while own >= 0 and float_at(scores, own) == NOTHING:
-        own -= 1
-    for block in range(own + 1):
-        if (block < init_blocks or block > own - local_blocks) and float_at(scores, block) != NOTHING:
+    last = count - 1
+    while last >= 0 and float_at(scores, last) == NOTHING:
+        last -= 1
+    for block in range(last + 1):
+        if (block < init_blocks or block > last - local_blocks) and float_at(scores, block) != NOTHING:
             set_int32(order, block, FORCED)
 
 

@@ -1,6 +1,6 @@
-"""Branches of kernels that few calls take: each is compiled, and kept on disk, when a call first needs it.
+"""Branches: parts of kernels that few calls need. Each is compiled, and cached on disk, when a call first needs it.
 
-A branch is a C function of its own, which a kernel calls by its address. The addresses are the last fields of a call's
+A branch is a separate C function, which a kernel calls by its address. The addresses are the last fields of a call's
 record. `Fields` lists a kernel's branches, and `Kernel.launch` compiles those that a call needs.
 """
 
@@ -38,27 +38,27 @@ class Branch:
 
 
 def branch(*needed_by: str, result: types.Type = types.none) -> Callable[[Callable[..., Any]], Any]:
-    """A decorator that makes a function a branch: kernels call it as before.
+    """A decorator that makes a function a branch. Kernels call a branch like any other function.
 
     A kernel may call it only if one of the fields `needed_by` of the call's record is not 0. The first parameter is
     `call`, the record; others may be `tile` and `unit`, and any further ones are int64.
     """
 
     def decorated(function: Callable[..., Any]) -> Any:
-        made = Branch(function, needed_by, result)
+        new_branch = Branch(function, needed_by, result)
 
         def typed(call: Any, *others: Any) -> Any:
             def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
                 record = builder.ptrtoint(values[0], I64)
-                address = builder.load(element(builder, record, number(call.offset(made.name) // 8), I64))
+                address = builder.load(element(builder, record, number(call.offset(new_branch.name) // 8), I64))
                 kind = ir.FunctionType(context.get_value_type(result), [value.type for value in values])
                 return builder.call(builder.inttoptr(address, kind.as_pointer()), values)
 
-            given = (kind if isinstance(kind, types.Record) else types.int64 for kind in (call, *others))
-            return signature(result, *given), generate
+            parameters = (kind if isinstance(kind, types.Record) else types.int64 for kind in (call, *others))
+            return signature(result, *parameters), generate
 
-        caller = intrinsic_of(made.name, made.parameters, typed)
-        caller.__doc__, caller.branch = function.__doc__, made
+        caller = intrinsic_of(new_branch.name, new_branch.parameters, typed)
+        caller.__doc__, caller.branch = function.__doc__, new_branch
         return caller
 
     return decorated

@@ -21,17 +21,17 @@ from ragged_attention.portable.numba._splits import expect_segment, expect_split
 from ragged_attention.portable.numba._vectors import LANES, PAIRS
 
 KERNEL = Kernel("paged_attention", _paged.FIELDS, _paged.plan, _paged.work)
-# Keys per segment in batch-invariant mode, without and with lists, which name only some keys of a range.
+# Keys per segment in batch-invariant mode: without lists, and with lists, which name only some keys of a range.
 SEGMENT, SEGMENT_OF_LISTS = 2048, 8192
 TILE_FLOATS = 384 * 256  # maximum floats in a tile's queries and results; they should fit the L2 cache
-FIRST_CACHE = 32 * 1024  # bytes of a core's first cache that kernels count on
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes of a number; a code has at most one byte
-MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # each block size must be a multiple of its number here
+FIRST_CACHE = 32 * 1024  # bytes that every core's L1 cache is assumed to have
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per number; numbers in other formats take at most one
+MULTIPLES = {"block_q": 1, "block_rows": 1, "block_kv": 8}  # by parameter: its value must be a multiple of this number
 EXPECTED = {"num_splits": expect_splits, "segment_kv": expect_segment}
 
 
 def expect_tile(tile: Any) -> None:
-    """Check a tile's block sizes and, if it has them, its number of splits and its segments."""
+    """Raise InvalidInput if a parameter of a tile is out of range or not a multiple of its number in MULTIPLES."""
     for field in dataclasses.fields(tile):
         value = getattr(tile, field.name)
         if field.name in EXPECTED:
@@ -62,9 +62,9 @@ class Tile(Blocks):
     """The tunable parameters of `_paged`'s kernel.
 
     Args:
-        segment_kv: keys per segment. The keys [0, segment_kv) of a sequence are attended to first, then the following
-            ones, and the results of all segments are merged in their order. So a row's bits depend only on
-            the keys that it sees. 0: there are no segments, and blocks are split in proportion to their work.
+        segment_kv: keys per segment. The first segment of a sequence has its keys [0, segment_kv). Segments are
+            attended to in order, and their results are merged in the same order. So a row's bits depend only on the
+            keys that it sees. 0: there are no segments, and blocks are split in proportion to their work.
     """
 
     segment_kv: int = 0
@@ -84,9 +84,9 @@ def converts(call: Any) -> bool:
 def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
     """The tile for a call with lists of blocks; `decodes` says that each sequence of a paged call has one query.
 
-    Many queries share the keys that a tile reads, and each visits its own among them, so a tile is as large as the L2
-    cache allows. Decode is limited by memory bandwidth, as in `heuristic`. Lists of small blocks name few keys of a
-    range, so ranges are larger.
+    Many queries share the keys that a tile reads, and each query visits the keys that its own list names. So a tile is
+    as large as the L2 cache allows. Decode is limited by memory bandwidth, so its tiles are small, as in `heuristic`.
+    Lists of blocks of fewer than 16 keys name few keys of a range, so a tile covers more keys.
     """
     small = call.block_size < 16
     if decodes:
@@ -96,14 +96,14 @@ def tile_of_lists(call: Any, decodes: bool = False) -> Tile:
 
 
 def keys_of_a_decode(call: Any) -> int:
-    """The number of keys that fill half of a core's first cache with their values: from 16 to 64."""
+    """The keys in a tile of a decode, from 16 to 64: they and their values should fill half of a core's L1 cache."""
     k_size, v_size = (WIDTHS.get(form.codes, 1) for form in (call.k_format, call.v_format))
     keys = FIRST_CACHE // 2 // (k_size * call.head_dim + v_size * call.v_head_dim)
     return min(max(keys // 16 * 16, 16), 64)
 
 
 def keys_of_a_prompt(call: Any) -> int:
-    """The number of keys that many rows are multiplied with at a time; pairs of bfloat16 need half the memory."""
+    """The keys in a tile of a prefill: more keys if they are pairs of bfloat16, which take half the memory."""
     return 384 if PAIRS and dtype_name(call.q) == "bfloat16" else 128
 
 
@@ -119,11 +119,11 @@ def heuristic(call: Any) -> Tile:
 def invariant_tile(call: Any) -> Tile:
     """A tile whose results for a query depend only on that query and the keys that it sees.
 
-    The keys that a query's list names are read for that query alone. Otherwise, the lists of neighbouring queries would
-    determine which keys are multiplied together.
+    With lists, a tile has a single query. Otherwise, the lists of neighbouring queries would determine which keys are
+    multiplied together.
     """
     if call.selected is None:
-        keys = keys_of_a_decode(call) if call.k_format.codes == "float32" else 64  # with pairs, prompts need more
+        keys = keys_of_a_decode(call) if call.k_format.codes == "float32" else 64  # pairs: a prefill needs more
         return Tile(block_q=block_q_of(call), block_kv=keys, segment_kv=SEGMENT)
     return Tile(block_q=1, block_kv=256, segment_kv=SEGMENT_OF_LISTS)
 
@@ -166,18 +166,19 @@ def numbers_of_sides(forms: Sequence[KvFormat], scales: Sequence[Any], launch: A
 def numbers_of_products(q: Any, codes: Sequence[int], width: int, v_width: int, *, exact: bool) -> dict[str, int]:
     """Whether a kernel multiplies pairs of bfloat16 or floats, as numbers of its record.
 
-    Pairs must fill whole vectors, and bfloat16 must hold all queries and all keys and values, which have these `codes`;
-    `exact` is whether it also holds the numbers that the kernel computes from them.
+    Pairs must fill whole vectors, and bfloat16 must represent all queries, keys and values exactly. Keys and values are
+    stored in the formats `codes`. `exact` says whether bfloat16 also represents the numbers that the kernel computes
+    from queries and keys before it multiplies them.
     """
-    held = dtype_name(q) == "bfloat16" and FLOAT32 not in codes and FLOAT16 not in codes
-    pairs = PAIRS and exact and held and width % (2 * LANES) == 0 and v_width % LANES == 0
+    are_exact = dtype_name(q) == "bfloat16" and FLOAT32 not in codes and FLOAT16 not in codes
+    pairs = PAIRS and exact and are_exact and width % (2 * LANES) == 0 and v_width % LANES == 0
     return {"pairs": int(pairs), "floats": int(not pairs)}
 
 
 def products_of_sides(call: Any, sides: Mapping[str, int], *, scaled: bool) -> dict[str, int]:
-    """`numbers_of_products` for K and V with the given `sides`; rows that are `scaled` have scales of their own.
+    """`numbers_of_products` for K and V, which `sides` describes; `scaled` says whether their rows have scales.
 
-    With lists, rows are multiplied by such scales as they are read, and bfloat16 need not hold the product.
+    With lists, rows are multiplied by their scales as they are read, and bfloat16 may not represent the products.
     """
     codes, exact = (sides["k_codes"], sides["v_codes"]), not (scaled and call.selected is not None)
     return numbers_of_products(call.q, codes, call.head_dim, call.v_head_dim, exact=exact)
@@ -191,7 +192,7 @@ def numbers_of_lists(call: Any) -> dict[str, int]:
 
 
 def branches_of_lists(call: Any, *, scaled: bool) -> dict[str, int]:
-    """The numbers that name the branches which a call without lists, or with lists, needs; rows may be `scaled`."""
+    """The numbers that select the branches for calls with or without lists; `scaled` says whether rows have scales."""
     listed, biased = call.selected is not None, call.alibi_slopes is not None or call.relative_bias is not None
     needed = {"unlisted": not listed, "listed_scales": listed and scaled, "listed_biases": listed and biased}
     return {name: int(value) for name, value in needed.items()}
@@ -207,7 +208,10 @@ def numbers_of_bias(call: Any) -> dict[str, int]:
 
 
 def results_of(call: Any) -> dict[str, tuple[Any, Any]]:
-    """The shapes and dtypes of an attention's results by the kernels' names, which call [T, H] `max_logits`."""
+    """The shape and dtype of each result of an attention, by its name in the kernels.
+
+    The result `max_logits` is `head_max_logits` there, because the kernels' own `max_logits` is [T, H].
+    """
     return {
         "head_max_logits" if name == "max_logits" else name: (result.shape, result.dtype)
         for name, result in call.named_results().items()
@@ -221,7 +225,7 @@ def run(
     """Launch the kernel; returns the results by name.
 
     `axes` names the leading axes of the pages. `scales` are the scales of K and of V, one per slot and head, in arrays
-    with the same axes; without them, these are the call's scale pages.
+    with the same axes. Without `scales`, the call's scale pages are used.
     """
     forms = call.k_format, call.v_format
     if scales is None:
@@ -239,7 +243,7 @@ def run(
         "out_format": CODES[call.out_dtype or dtype_name(call.q)], **numbers_of_pages(call, launch),
         **numbers_of_bias(call), **numbers_of_lists(call), **branches_of_lists(call, scaled=scaled), **sides,
         **products_of_sides(call, sides, scaled=scaled),
-        "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # equal tiles in segments
+        "decode_kv": 0 if tile.segment_kv else keys_of_a_decode(call),  # 0: segments need tiles of one size
     }  # fmt: skip
     axes_of_pages = dict.fromkeys(pages, axes)
     return KERNEL.launch(launch, call, tile, pages, numbers, axes=axes_of_pages, results=results_of(call))

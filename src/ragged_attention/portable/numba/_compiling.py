@@ -136,11 +136,11 @@ class _Function(CFunc):
 
 
 def _optimise_once(library: Any, entry: str) -> None:
-    """Optimise a library once, with its functions' names made unique, except its entry's. It must not be linked yet.
+    """Optimise a library once, and make the names of all its functions unique, except the name `entry`.
 
-    Numba's names contain numbers that every process counts anew, so two processes may give the same name to different
-    functions. If a process loaded the code of both, one of these functions would run in place of the other. Numba would
-    also optimise twice, to count references to objects less often; the kernels have no objects.
+    The library must not be linked yet. Numba's names contain numbers that every process counts from 0, so two processes
+    may give the same name to different functions. If a third process loaded both functions, one of them would run
+    instead of the other. Numba would optimise a second time, to remove reference counting; the kernels have no objects.
     """
 
     def rename_and_optimize() -> None:
@@ -178,19 +178,19 @@ def machine_code(name: str, functions: Mapping[Callable[..., Any], Any]) -> tupl
     The functions must be defined at module level, since their names identify them in the cache.
     """
     key = tuple(functions.items())
-    if (found := _made.get(key)) is not None:
-        return found
+    if (compiled := _made.get(key)) is not None:
+        return compiled
     if WHY_NOT:
         raise RuntimeError(f"{name} is not compiled: {WHY_NOT}")
     with forking.postponed(), _compiling, _without_collection():
         if key not in _made:
             announcement = threading.Timer(PATIENCE, _announce, (name,))
             announcement.daemon = True
-            made = tuple(_Function(function, types, announcement) for function, types in functions.items())
+            compiled = tuple(_Function(function, types, announcement) for function, types in functions.items())
             try:
-                for function in made:
+                for function in compiled:
                     function.compile()
             finally:
                 announcement.cancel()
-            _made[key] = made
+            _made[key] = compiled
         return _made[key]

@@ -60,7 +60,10 @@ CONVERTS_HALVES = platform.machine() in ("aarch64", "arm64") or features_of_the_
 
 
 def _from_bits(builder: Any, codes: Any, size: int, mantissa: int, bias: int, special: int) -> Any:
-    """Floats from a narrower format of `size` bits; without the sign, codes from `special` on are infinite or NaN."""
+    """Floats from a narrower format of `size` bits.
+
+    Codes whose magnitude bits are at least `special` are infinite or NaN.
+    """
     wide = builder.zext(codes, INTS)
     magnitude = builder.and_(wide, constant(INTS, (1 << size - 1) - 1))
     sign = builder.shl(builder.and_(wide, constant(INTS, 1 << size - 1)), constant(INTS, 32 - size))
@@ -200,7 +203,7 @@ def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> An
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions that emit a read of a vector: of all numbers, or of the first `count`, followed by codes of 0."""
+    """Two functions that emit a vector read: the first reads all numbers, the second `count`, then codes of 0."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:
@@ -216,7 +219,7 @@ def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[An
 
 
 def _writer(kind: Any, encode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions that emit a write of a vector: of all its numbers, or of only the first `count`."""
+    """Two functions that emit a vector write. The first writes all numbers, the second only the first `count`."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def write(builder: Any, address: Any, index: Any, value: Any) -> None:
@@ -247,7 +250,7 @@ WRITES, WRITES_SOME = zip(*(_writer(kind, encode, name) for kind, _, encode, nam
 def _coder(encode: Callable[[Any, Any], Any], name: str) -> Any:
     """A function that returns the code of one number.
 
-    A masked store does not serve: of one known to store a single narrow code, LLVM makes a store of 32 bits.
+    A masked store cannot replace it: if LLVM sees that the mask selects a single narrow code, it stores 32 bits.
     """
 
     def code_of(builder: Any, value: Any) -> Any:
@@ -283,7 +286,7 @@ def widen_two_e4m3(builder: Any, source: Any, target: Any, index: Any, factor: A
 
 
 def nibbles(builder: Any, source: Any, index: Any) -> Any:
-    """A vector of 4-bit codes, the low half of a byte first."""
+    """A vector of 4-bit codes, the low half of each byte first."""
     kind = ir.VectorType(I8, LANES // 2)
     first = builder.lshr(index, number(1))
     stored = load_aligned(builder, element(builder, source, first, I8), kind, 1)
@@ -294,7 +297,7 @@ def nibbles(builder: Any, source: Any, index: Any) -> Any:
 
 @function_of(types.none, types.int64, types.int64, types.int64, vector)
 def widen_e2m1_vector(builder: Any, source: Any, target: Any, index: Any, factor: Any) -> None:
-    """Decode a vector of e2m1 codes, the low half of a byte first, and store it times `factor` as float32."""
+    """Decode a vector of e2m1 codes, the low half of each byte first, and store it times `factor` as float32."""
     codes = nibbles(builder, source, index)
     places = builder.shl(builder.and_(codes, constant(INTS, 7)), constant(INTS, 2))
     doubled = builder.and_(builder.lshr(constant(INTS, TWICE_E2M1), places), constant(INTS, 15))
@@ -311,7 +314,7 @@ def size_of(code):
 
 
 def _indices(builder: Any, start: Any, stop: Any, step: int) -> Any:
-    """A loop over the indices from `start` up to `stop`, `step` apart; what is emitted in the context is its body."""
+    """A context that emits a loop over range(start, stop, step). Code that is emitted inside it is the loop's body."""
     return cgutils.for_range_slice(builder, start, stop, number(step))
 
 
@@ -320,8 +323,9 @@ def _by_code(
 ) -> Any:
     """A function whose first argument, a format's code, selects which of `emitters` emits its instructions.
 
-    Any other code selects the last of them. Numba takes far longer to compile a function for each format, and LLVM to
-    compile all of them at each place where one is needed, so this is a single function, never inlined unless `inline`.
+    Any other code selects the last emitter. One function serves all formats, because Numba would take far longer to
+    compile a function for each format. It is not inlined unless `inline`, because LLVM would take far longer to compile
+    all formats for every call.
     """
 
     def define(function: ir.Function) -> None:
@@ -329,21 +333,21 @@ def _by_code(
         function.attributes.add("alwaysinline" if inline else "noinline")
         builder = ir.IRBuilder(function.append_basic_block())
         code, *values = function.args
-        blocks = {own: builder.append_basic_block(f"{name}_{own}") for own in emitters}
+        blocks = {case: builder.append_basic_block(f"{name}_{case}") for case in emitters}
         choice = builder.switch(code, [*blocks.values()][-1])
-        for own, block in blocks.items():
-            choice.add_case(number(own), block)
+        for case, block in blocks.items():
+            choice.add_case(number(case), block)
             builder.position_at_end(block)
-            found = emitters[own](builder, *values)
-            builder.ret_void() if found is None else builder.ret(found)
+            value = emitters[case](builder, *values)
+            builder.ret_void() if value is None else builder.ret(value)
 
     def emit(builder: Any, *values: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType() if result is types.none else FLOATS, [value.type for value in values])
         function = cgutils.get_or_insert_function(builder.module, kind, f"format_{name}")
         if function.is_declaration:
             define(function)
-        found = builder.call(function, values)
-        return None if result is types.none else found
+        value = builder.call(function, values)
+        return None if result is types.none else value
 
     emit.__name__ = name
     return function_of(result, types.int64, *arguments)(emit)
@@ -366,17 +370,20 @@ def _narrowing(write: Any) -> Any:
 
 
 def _over(builder: Any, source: Any, index: Any, divisor: Any, divided: Any) -> Any:
-    """A float32 vector, divided if `divided`, else unchanged bit for bit: arithmetic may flush subnormals to 0."""
+    """A float32 vector, divided by `divisor` if `divided`.
+
+    Otherwise it is unchanged bit for bit: even a division by 1 might flush subnormals to 0.
+    """
     value, before = load_aligned(builder, element(builder, source, index, F32), FLOATS, 4), builder.block
     with builder.if_then(divided):
         quotient, block = builder.fdiv(value, divisor), builder.block
-    chosen = builder.phi(FLOATS)
-    chosen.add_incoming(value, before)
-    chosen.add_incoming(quotient, block)
-    return chosen
+    result = builder.phi(FLOATS)
+    result.add_incoming(value, before)
+    result.add_incoming(quotient, block)
+    return result
 
 
-# These read and write up to one vector; reading pads it with zeros.
+# `read_some` and `write_some` transfer at most one vector. `read_some` pads it with zeros.
 read_some = _by_code("read_some", vector, dict(enumerate(READS_SOME)), *(types.int64,) * 3)
 write_some = _by_code(
     "write_some", types.none, dict(enumerate(WRITES_SOME)), types.int64, types.int64, vector, types.int64
@@ -435,9 +442,9 @@ def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None
 
 
 def magnitudes_of(builder: Any, table: Any, codes: Any) -> tuple[Any, Any]:
-    """Pairs from a table of 128 numbers of 16 bits, and their sign bits, as bytes; `codes` holds each code twice.
+    """Pairs of numbers looked up in `table`, which has 128 numbers of 16 bits, and the sign bits of `codes`.
 
-    Needs PAIRS.
+    Both results are vectors of bytes. `codes` holds each code twice. Needs PAIRS.
     """
     kind = codes.type
     name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up the lower seven bits in a table of 128 bytes
@@ -450,7 +457,7 @@ def magnitudes_of(builder: Any, table: Any, codes: Any) -> tuple[Any, Any]:
 
 
 def _lookup(builder: Any, table: Any, codes: Any) -> Any:
-    """`magnitudes_of` a table of the positive codes' bits in bfloat16, with their signs."""
+    """Pairs of bfloat16, with their signs, for `codes`; `table` has the bfloat16 bits of the positive codes."""
     return builder.bitcast(builder.or_(*magnitudes_of(builder, table, codes)), FLOATS)
 
 
@@ -464,7 +471,7 @@ def _with_nan_for_negative_zero(builder: Any, pairs: Any) -> Any:
 def _pairs_by_table(table: Any, decode: Callable[[Any, Any], Any], has_negative_zero: bool = True) -> Any:
     """A function that emits the write of one vector for `pair`; on CPUs with PAIRS, codes are looked up in `table`.
 
-    In a format without -0, the code of -0 is NaN.
+    In a format without -0, the code that would be -0 is NaN.
     """
 
     def write(builder: Any, first: Any, second: Any, target: Any, index: Any) -> None:
@@ -528,8 +535,8 @@ def _pairs_by_reading(read: Any) -> Any:
 def _over_rows(write: Any) -> Any:
     """A function that emits `write(builder, first, second, target, index)` for all vectors of two rows.
 
-    Its loop writes four vectors at a time. LLVM would unroll a simple loop by eight, and so leave the four vectors of a
-    head of 128 columns to the slow loop for the rest.
+    The loop writes four vectors at a time. LLVM would unroll a simple loop eight times, and then a head of 128 columns,
+    which has four vectors, would be left to the slow remainder loop.
     """
 
     def pair_rows(builder: Any, first: Any, second: Any, target: Any, count: Any) -> None:
@@ -559,7 +566,7 @@ def _rows_of_bfloat16(builder: Any, first: Any, second: Any, target: Any, count:
 
 
 def _over_keys(pair_rows: Any, size: int) -> Any:
-    """A function that emits `pair_rows` for the halves of each row in a list; numbers have `size` bytes."""
+    """A function that emits `pair_rows` for the two halves of each row in a list; a number has `size` bytes."""
 
     def pair_keys(builder: Any, sources: Any, target: Any, width: Any, count: Any) -> None:
         with _indices(builder, number(0), count, 1) as (key, _):
@@ -573,7 +580,7 @@ def _over_keys(pair_rows: Any, size: int) -> Any:
 
 
 def _over_values(pair_rows: Any) -> Any:
-    """A function that emits `pair_rows` for each two rows in a list."""
+    """A function that emits `pair_rows` for every two consecutive rows in a list."""
 
     def pair_values(builder: Any, sources: Any, target: Any, width: Any, columns: Any, count: Any) -> None:
         none = number(0)
@@ -604,14 +611,14 @@ _PAIRS = {
 }
 _ROWS = {BFLOAT16: _rows_of_bfloat16} | {code: _over_rows(write) for code, write in _PAIRS.items()}
 _KEYS = {code: _over_keys(rows, 2 if code == BFLOAT16 else 1) for code, rows in _ROWS.items()}
-# pair(code, first, second, target, count): the numbers of two rows as pairs of bfloat16, which must hold them exactly,
-# in whole vectors.
+# pair(code, first, second, target, count): stores the numbers of two rows as pairs of bfloat16, in whole vectors.
+# bfloat16 must represent the numbers exactly.
 pair = _by_code("pair", types.none, _ROWS, *(types.int64,) * 4, inline=True)
-# pair_keys(code, sources, target, width, count): the keys at the addresses `sources`, as pairs of columns d and d +
-# `width`. A key whose address is 0 is skipped.
+# pair_keys(code, sources, target, width, count): stores the keys at the addresses `sources` as pairs of columns d and
+# d + `width`. A key whose address is 0 is skipped.
 pair_keys = _by_code("pair_keys", types.none, _KEYS, *(types.int64,) * 4)
-# pair_values(code, sources, target, width, columns, count): the values at the addresses `sources`, in pairs of keys. If
-# one of two keys is missing, the other is read twice. The list has room for an even number.
+# pair_values(code, sources, target, width, columns, count): stores the values at the addresses `sources` in pairs of
+# keys. If one key of a pair is missing, the other is read twice. `sources` has memory for an even number of addresses.
 pair_values = _by_code(
     "pair_values", types.none, {code: _over_values(rows) for code, rows in _ROWS.items()}, *(types.int64,) * 5
 )
@@ -636,9 +643,9 @@ def scale_of(array, code, stride, number, head):
 
 @compiled
 def narrow(code, source, target, count, divisor):
-    """Store the quotients of `count` float32 numbers and `divisor` in a format; `source` is read in whole vectors.
+    """Divide `count` float32 numbers by `divisor` and store them in a format; `source` is read in whole vectors.
 
-    A divisor of magnitude below the smallest normal float32 is replaced by 0 with its sign.
+    A divisor whose magnitude is below the smallest normal float32 is replaced by 0 with its sign.
     """
     if abs(divisor) < SMALLEST_FLOAT32:
         divisor *= np.float32(0)

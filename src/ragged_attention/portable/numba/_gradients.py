@@ -1,4 +1,4 @@
-"""Code that both gradients use: the memory of a program, and the derivative of the softmax.
+"""Code shared by `varlen_attention_backward` and `sparse_mla_prefill_backward`: tiles, and the softmax's derivative.
 
 Let p be the softmax weights of a query over its keys alone, r the fraction of all weight that the sink leaves to the
 keys (`share`), and delta = out . d_out. Then the gradient of a logit is p (r (d_out . v - delta) + d_lse), and the
@@ -48,7 +48,7 @@ def new_tile(rows, keys, width, v_width, latent, max_gaps, listed, paired):
     In a `latent` tile a value is the beginning of its key's row. A `paired` tile also holds the queries and the
     gradients of their results as bfloat16, in which they are multiplied with keys and values. `max_gaps` is the largest
     number of gaps between the keys that a row sees. Rows are padded with zeros to the width that the products need. If
-    `listed`, there is room for a list of keys, and `dk` and `dv` have one more row, which nothing reads.
+    `listed`, the tile also holds a list of keys, and `dk` and `dv` have one more row, which nothing reads.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width, v_width = up_to(width, COLUMNS), up_to(v_width, COLUMNS)
@@ -94,7 +94,7 @@ def share_of(lse, sinks, head):
 def read_row(call, tile, row, token, head, source):
     """Read the query at the address `source` and the gradient of its result, and compute the scalars of its row.
 
-    If the query has seen no key, both become 0, and False is returned.
+    If the query sees no key, its row and the row of its gradient become 0, and False is returned.
     """
     place, size, width = token * call.num_q_heads + head, size_of(call.q_format), call.v_head_dim
     q, d_out, lse = tile.q + 4 * row * tile.width, tile.d_out + 4 * row * tile.v_width, float_at(call.lse, place)
@@ -120,7 +120,7 @@ def read_row(call, tile, row, token, head, source):
 
 @inlined
 def gap_at(tile, row, index):
-    """A gap in the keys that a row sees: the positions [first, second) that are returned."""
+    """The positions (first, one past the last) of a gap in the keys that a row sees."""
     place = 2 * (row * tile.max_gaps + index)
     return int_at(tile.gaps, place), int_at(tile.gaps, place + 1)
 
@@ -129,7 +129,8 @@ def gap_at(tile, row, index):
 def derive(tile, row, count, scale, soft_cap, alibi, distance, biased):
     """Replace the first `count` of a row's products in `s` and `d_s` by weights and gradients, see `differentiate`.
 
-    If `biased`, the tile's biases are added to the logits. Those become their gradients if the row has a table of them.
+    If `biased`, the tile's `bias` is added to the logits. If the row has a table for the gradients of its biases,
+    `bias` is then replaced by the gradients of the logits.
     """
     s, d_s, d_table = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, int_at(tile.d_tables, row)
     share, delta, d_lse = float_at(tile.share, row), float_at(tile.delta, row), float_at(tile.d_lse, row)
@@ -156,8 +157,8 @@ def derive(tile, row, count, scale, soft_cap, alibi, distance, biased):
 def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
 
-    Outside [left, right) and in the row's gaps both become 0. The first key is at position `first`. If the gradient of
-    the relative bias is a result, add those of the logits to the row's table.
+    Both become 0 for keys outside [left, right) and in the row's gaps. The first key is at position `first`. If the
+    gradient of the relative bias is a result, the gradients of the logits are added to the row's table.
     """
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:
@@ -227,7 +228,7 @@ def differentiate_rows(call, tile, rows, first, offset, count, soft_cap):
 
 @compiled
 def sink_gradient(call, tile, head):
-    """Write the gradient of a head's sink, summed over all queries that have seen a key."""
+    """Write the gradient of a head's sink, summed over all queries that see a key."""
     gradient, size, width = 0.0, size_of(call.q_format), call.v_head_dim
     for token in range(call.num_tokens):
         place = token * call.num_q_heads + head

@@ -1,4 +1,4 @@
-"""The lightning indexer: logits of queries over keys, and the top-k of these logits; the kernel of two operations.
+"""The kernel of `indexer_logits` and `indexer_topk`: logits of queries over keys, and the top-k of these logits.
 
 Packed keys are treated as one page and one sequence of all tokens, in which each token has its own range of keys. With
 pages, a token's range begins at key 0 of its sequence. A *block* is a range of consecutive tokens of a sequence. A
@@ -95,7 +95,7 @@ def seen_by(call, seq, token, stop):
 
 @inlined
 def max_candidates(call, keys):
-    """The maximum number of a token's candidates among `keys` keys; all keys are candidates if none are listed."""
+    """The maximum number of a token's candidates among `keys` keys; all are if the call lists no candidates."""
     return min(keys, call.num_candidates * call.candidate_block_size) if call.candidate_block_size else keys
 
 
@@ -132,7 +132,7 @@ def divide(call, units):
             last, low, high, longest = block_of(call, seq, first, stop)
             if call.top_k:
                 num_splits = splits_of((last - first) * (high - low), high - low, call.work, SHARES, 0)
-            else:  # all columns, since those that no token sees are written too; keys of ranges may outnumber them
+            else:  # all columns, because those that no token sees are written too; ranges may span more
                 ranges = call.packed and not call.listed
                 low, high = 0, max(call.columns, call.page_size) if ranges else call.columns
                 num_splits = (high + SPAN - 1) // SPAN
@@ -184,7 +184,7 @@ tile_at = _records.record_at((*NUMBERS, *BUFFERS, *FOR_TOP_K))
 
 @inlined
 def pairs_up(call):
-    """Whether to multiply pairs of bfloat16: queries and keys are exact in it, and a stored key fills whole vectors."""
+    """Whether to multiply pairs of bfloat16: it represents queries and keys exactly, and a key fills whole vectors."""
     return (
         PAIRS
         and (call.q_format == BFLOAT16 or size_of(call.q_format) == 1)
@@ -283,9 +283,9 @@ def read_queries(call, tile, unit):
 
 @inlined
 def list_run(call, tile, seq, position, key, most):
-    """List the addresses of at most `most` keys from a position on, and of their scales, in a tile from `key` on.
+    """List the addresses of at most `most` keys from `position` on, and of their scales, as next keys from `key` on.
 
-    Returns how many there are on the position's page, and how many of them have no page.
+    The listed keys end with the page of `position`. Returns their number, and how many of them have no valid page.
     """
     page, slot, size = 0, position, size_of(call.key_format)
     if not call.packed:
@@ -334,7 +334,7 @@ def read_keys(call, tile, count):
     """Transpose a tile's keys, and read their scales."""
     if call.key_format == FLOAT32 or (tile.paired and call.key_format == BFLOAT16):
         transpose_keys(tile.sources, count, tile.q, tile.width, tile.transposed, tile.keys)
-    elif tile.paired:  # transpose words of four e4m3 codes, then turn each into two pairs
+    elif tile.paired:  # transpose words of four e4m3 codes, then convert each to two pairs
         transpose_keys(tile.sources, count, tile.q, tile.width // 2, tile.k, tile.keys)
         for row in range(tile.width // 2):
             source, target = tile.k + 4 * row * tile.keys, tile.transposed + 8 * row * tile.keys

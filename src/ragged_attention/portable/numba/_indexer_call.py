@@ -34,7 +34,7 @@ def keys_and_numbers(call: Any, launch: Any) -> tuple[Any, dict[str, Any]]:
     if call.paged:
         max_num_seqs = _sequences.max_sequences(call, call.kv_lens.shape[0])
         numbers |= {"num_pages": keys.shape[0], "max_num_seqs": max_num_seqs, "capacity": call.token_capacity}
-    if call.bytes:  # the rows of a page follow one another, and so do its scales
+    if call.bytes:  # the rows of a page are contiguous, and so are its scales
         numbers |= {"keys_slot_stride": call.head_dim, "key_scale_slot_stride": 1}
     return keys, numbers
 

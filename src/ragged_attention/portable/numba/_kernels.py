@@ -73,10 +73,10 @@ class Kernel:
     ) -> dict[str, Any]:  # fmt: skip
         """Launch the kernel and return its results by name.
 
-        An operand or number that is not given is the call's argument or property of that name; if there is none, it is
-        None or 0. The fields of `tile` are numbers too. `axes` replaces axes that `fields.strides` names; the stride of
-        an axis that an operand lacks is 0. `results` replaces the call's results: each is a shape and dtype, or the
-        name of the operand that the kernel writes in place.
+        An operand or number that is not passed is the call's argument or property of that name. If the call has none,
+        the operand is None and the number is 0. The fields of `tile` are numbers too. `axes` replaces axes that
+        `fields.strides` names; the stride of an axis that an operand lacks is 0. `results` replaces the call's results:
+        each is a shape and dtype, or the name of the operand that the kernel writes in place.
         """
         fields, names = self.fields, _names_of(type(call))
         from_call = {name: getattr(call, name) for name in fields.operands if name in names and name not in operands}
@@ -100,7 +100,7 @@ class Kernel:
     def _describe(
         self, arrays: Mapping[str, Any], from_call: Mapping[str, Any], axes: Mapping[str, str], launch: Any
     ) -> dict[str, Any]:
-        """The numbers that describe `arrays`; `from_call` has the call's own operands: a scale may be a float."""
+        """The numbers that describe `arrays`; `from_call` has the call's operands, in which a scale may be a float."""
         numbers: dict[str, Any] = {}
         for name, letters in axes.items():
             if (array := arrays[name]) is not None:

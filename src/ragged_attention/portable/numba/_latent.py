@@ -1,9 +1,9 @@
 """Attention over latent rows: the kernel of `ragged_mla_attention`, `mla_decode` and `sparse_mla_prefill`.
 
 A latent row is a key, and its first columns are the value, so it is read once for both. A *job* is the set of query
-rows that share keys: for one KV head, those of all query tokens of a sequence in a dense call, those of one token in a
-sparse call. A *unit* is a range of a job's rows with one split of the keys that they see, and a program computes one
-unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
+rows of one KV head that share keys: in a dense call the rows of all query tokens of a sequence, in a sparse call the
+rows of one query token. A *unit* is a range of a job's rows with one split of the keys that they see, and a program
+computes one unit for one KV head. Sparse prefill is sparse decode with one token per sequence.
 
 In a dense call, positions are those of the sequence. In a sparse call, a position is an index into a list of slots,
 which a second list may continue. A position has no key if its page is not in the cache or its list entry is not a slot.
@@ -59,7 +59,7 @@ FIELDS = Fields(
     branches=(_masks.divide_spans, _masks.drop_unseen, _masks.hide_gaps, keep_largest, *_tiles.PRODUCTS),
 )  # fmt: skip
 NO_KEY = -1  # an empty entry of the table of a list's keys
-SCATTER = 0x9E3779B1  # the golden ratio in 32 bits: multiples of it scatter evenly
+SCATTER = 0x9E3779B1  # a prime near 2 ** 32 / golden ratio: its multiples modulo 2 ** 32 scatter evenly
 call_of, kv_of, extra_of = FIELDS.at, record_in(ROWS, "kv_"), record_in(ROWS, "extra_")
 
 
@@ -159,7 +159,10 @@ def scale_of_cache(call, head):
 
 @inlined
 def scale_of_logits(call, head):
-    """The factor of logits without a cap; with two scales, `read_queries` has multiplied the queries by them."""
+    """The factor that turns products q . k into natural logits before the soft cap.
+
+    If the cache has two scales, `read_queries` has already multiplied the queries by them.
+    """
     return call.scale if call.scales_rope else call.scale * scale_of_cache(call, head)
 
 
@@ -252,8 +255,8 @@ def table_size(call):
 def repeats_a_key(call, table, unit, head):
     """Whether the lists of a unit's token name a key more than once.
 
-    The table is a hash table of the keys so far, in which a multiplication scatters the keys. A key's entry is the
-    first one, from its place on, that is empty or has the key.
+    The table is a hash table of the keys so far. A multiplication by SCATTER gives the entry at which the search for a
+    key begins. The search ends at the first entry that is empty or has the key.
     """
     (length, others), size = lengths_of(call, unit.seq, unit.token), table_size(call)
     for entry in range(size):
@@ -265,11 +268,11 @@ def repeats_a_key(call, table, unit, head):
         key = 2 * (page * (call.kv_page_size if position < length else call.extra_page_size) + slot)
         key += 0 if position < length else 1
         entry = (key * SCATTER >> 20) & (size - 1)
-        found = int_at(table, entry)
-        while found != NO_KEY and found != key:
+        stored = int_at(table, entry)
+        while stored != NO_KEY and stored != key:
             entry = (entry + 1) & (size - 1)
-            found = int_at(table, entry)
-        if found == key:
+            stored = int_at(table, entry)
+        if stored == key:
             return True
         set_int(table, entry, key)
     return False
@@ -277,7 +280,7 @@ def repeats_a_key(call, table, unit, head):
 
 @inlined
 def set_row_bytes(call, tile):
-    """Set how many bytes of a key, and of its scales if these lie apart, are prefetched."""
+    """Set how many bytes are prefetched of a key, and of its scales if they are stored apart from the key."""
     kv, extra = kv_of(call), extra_of(call)
     tile.k_bytes = max(kv.row_bytes, extra.row_bytes)
     tile.scale_bytes = kv.scales_step if kv.group and kv.scales_step < kv.row_bytes else 0
@@ -292,7 +295,10 @@ def tokens_of_unit(call, unit):
 
 @compiled
 def list_seen(call, tile, unit, head, first, stop, whole, length):
-    """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
+    """`list_next` for the next keys of a unit, as many as a tile holds.
+
+    If not `whole`, keys that no row of the unit sees are treated as missing.
+    """
     count = min(tile.keys, stop - first)
     holes = list_next(call, tile, unit, head, first, count, length)
     if not whole:
@@ -323,7 +329,7 @@ def read_keys(call, tile, num_first, count):
 def read_values(call, tile, count):
     """Read the values of `count` keys of a paired tile: the beginnings of their rows, in pairs of keys."""
     kv, sources, codes = kv_of(call), tile.sources, kv_of(call).codes
-    if kv.group:  # as they have been read for the keys
+    if kv.group:  # the values have already been read as parts of the keys
         sources, codes = tile.v_rows, BFLOAT16
         for key in range(count):
             set_int(tile.v_rows, key, int_at(tile.k_rows, key) if int_at(tile.sources, key) else 0)
@@ -355,7 +361,7 @@ def attend(call, tile, unit, head, _, rows):
             _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         if call.return_max_logits:
             keep_largest(call, tile, head, unit.first, rows, group, first, count, holes)
-            if call.num_ranges > 1:  # a soft cap has changed hidden logits
+            if call.num_ranges > 1:  # `keep_largest` may have capped the hidden logits
                 _masks.hide_gaps(call, tile, unit.token, unit.first, rows, group, length, first, count)
         _tiles.weigh_keys(tile, rows, first, count, holes, 0, 0)
         if tile.paired:
@@ -366,7 +372,7 @@ def attend(call, tile, unit, head, _, rows):
 
 @compiled
 def finish(call, tile, unit, head, rows):
-    """Write the results of a unit's rows, whose splits are all merged."""
+    """Write the results of a unit's rows after all of their splits are merged."""
     size, kv_scale = size_of(call.out_format), scale_of_cache(call, head)
     for row in range(rows):
         token, q_head = query_of(call, unit, head, row)

@@ -62,9 +62,9 @@ def cache_of(array: Any, form: CacheFormat, launch: Any) -> Any:
 
 
 def is_exact(numbers: Mapping[str, int]) -> bool:
-    """Whether bfloat16 holds queries and keys as they are multiplied.
+    """Whether bfloat16 represents queries and keys exactly, in the form in which they are multiplied.
 
-    It does not hold queries that are multiplied by two scales, nor the product of a code and a scale in float32.
+    It does not if queries are multiplied by two scales, or if keys are products of a code and a float32 scale.
     """
     wide = [numbers.get(f"{of}_group") and numbers[f"{of}_scales"] == FLOAT32 for of in ("kv", "extra")]
     return not (numbers.get("scales_rope") or wide[0] or (numbers.get("extra_length") and wide[1]))

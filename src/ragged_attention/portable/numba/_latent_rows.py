@@ -137,9 +137,9 @@ def read_latents(cache, rows, scales, target, width, columns, count, factors):
 
 @inlined
 def pair_raised_groups(row, scales, target, values, group):
-    """Store e4m3 values times powers of two; returns whether all powers are usual; otherwise the values are wrong.
+    """Store e4m3 values times powers of two as pairs of bfloat16; returns whether all powers are usual.
 
-    A group has one or two vectors of pairs.
+    If a power is not usual (see `_scaled_pairs`), the stored values are wrong. A group has one or two vectors of pairs.
     """
     sign, step = 0, 2 * LANES
     for index in range(values // group):
@@ -184,7 +184,7 @@ def pair_latents(cache, rows, scales, target, width, count, factors):
 
 @compiled
 def largest_magnitude(row, count):
-    """The largest magnitude of `count` floats, which zeros pad to whole vectors; NaN if any of them is NaN."""
+    """The largest magnitude of `count` floats; NaN if any of them is NaN. Zeros pad the floats to whole vectors."""
     vectors = splat(0.0)
     for index in range(0, count, LANES):
         vectors = larger_magnitude(vectors, load(row, index))
