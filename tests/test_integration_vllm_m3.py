@@ -305,7 +305,7 @@ def test_what_ours_do_not_take(m3, monkeypatch):
     with pytest.raises(Unsupported, match="expected query_fp8 to be None for MiniMax M3, got queries in 8 bits"):
         impl.forward(None, rows, rows, rows, query_fp8=rows)
     monkeypatch.setattr(importlib.import_module("ragged_attention.integrations._vllm_attention"), "ranks_of", id_of_two)
-    with pytest.raises(Unsupported, match="expected no decode context parallelism for MiniMax M3, got a cache dealt"):
+    with pytest.raises(Unsupported, match="expected no decode context parallelism for MiniMax M3, got a cache divided"):
         m3.BlocksMetadataBuilder(None, ["layer"], vllm_config(2), torch.device("cpu"))
 
 

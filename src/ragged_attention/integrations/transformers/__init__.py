@@ -4,22 +4,25 @@
     ragged.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=ragged.NAME)
 
-Tested with transformers 5.23 and 5.24. One name serves `forward`, `generate`, `generate_batch` and training. The
-operation depends on the call:
+Tested with transformers 5.23 and 5.24. The name is the same for `forward`, `generate`, `generate_batch` and training.
+The operation depends on the call:
 
     training, prefill            `varlen_attention`, packed without the padding
     decode over a cache          `ragged_paged_attention` over the cache in place; page tables omit the padding
-    sparse layers by blocks      the same two, with lists of the selected blocks; `select_blocks`, `indexer_topk` in
+    layers with selected blocks  these two operations, with lists of blocks; `select_blocks` and `indexer_topk` in
                                  indexers
     `generate_batch`             `ragged_paged_attention` over the pages of its cache, without gathering; layers with a
                                  sliding window: `varlen_attention` over the contents of their ring buffers
     after `absorb_mla`           `ragged_mla_attention` and `sparse_mla_prefill` over the latents; `indexer_logits` and
                                  `top_k_indices` in indexers
-    the same in `generate_batch` over pages of latents, `mla_decode` too; `indexer_topk` in indexers
+    both                         in `generate_batch` after `absorb_mla`, these two operations and `mla_decode`, over
+    pages
+                                 of latents; `indexer_topk` in indexers
 
-Calls that these do not take (dropout, biases that do not follow from distance, masks of many runs of keys) are computed
-densely in torch, with the same result, but slower and with all logits of a layer in memory. `explain` tells which
-operation ran, and why. The model's mask decides which keys a query sees. No keyword that could matter is ignored.
+Some calls are not supported by these operations: with dropout, with biases that do not follow from distance, and with
+masks of many runs of keys. They are computed densely in torch. The result is the same, but this is slower and keeps all
+logits of a layer in memory. `explain` says which operation ran, and why. The model's mask decides which keys a query
+sees. A keyword that could change the result is never ignored.
 """
 
 import importlib.metadata
@@ -32,7 +35,7 @@ __all__ = ["NAME", "PAGED_NAME", "absorb_mla", "explain", "register", "unregiste
 
 NAME = "ragged"
 PAGED_NAME = NAME  # the name for `generate_batch`
-OLDEST, EXCLUDED = (5, 23), (5, 25)  # the supported releases: from the first to before the second
+OLDEST, EXCLUDED = (5, 23), (5, 25)  # the supported releases: OLDEST <= release < EXCLUDED
 
 
 def _check_host() -> None:
@@ -49,12 +52,14 @@ def _check_host() -> None:
 def register() -> None:
     """Make `attn_implementation="ragged"` known to transformers. Calling it again changes nothing.
 
-    `generate_batch` takes only two implementations by name, and those of flash attention. So the functions by which
-    three of its modules recognise flash attention are replaced by functions that recognise ours too. Its cache's
-    `update` is replaced by one that does not gather keys for ours. The functions that make the cache are replaced too,
-    so that a model after `absorb_mla` gets one of latents, and another model with latent attention is refused. The
-    functions of t5, its relatives and inkling that make biases of positions return tables by distance for ours. The
-    indexers of minimax_m3_vl and qwen4_exp leave the choice of blocks to ours.
+    Some functions of transformers are replaced. For models with our attention, the replacements change this:
+
+    - `generate_batch` takes only two implementations by name, and flash attention. The functions by which three of its
+      modules recognise flash attention recognise our attention too.
+    - The `update` of its cache does not gather keys.
+    - A model after `absorb_mla` gets a cache of latents. Any other model with latent attention is refused.
+    - The functions of t5, its relatives and inkling that make position biases return tables by distance.
+    - The indexers of minimax_m3_vl and qwen4_exp leave the selection of blocks to our attention.
 
     Raises:
         Unsupported: transformers is not installed, or its release is not supported.
@@ -66,7 +71,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`; models that use the name must be given another one first."""
+    """Undo `register`. Models that use our attention must first get another attention implementation."""
     host = sys.modules.get(f"{__name__}._host")
     if host is not None:
         host.unregister(NAME)
@@ -78,7 +83,7 @@ def absorb_mla(model: Any) -> Any:
     Queries are multiplied by the key projection, and results by the value projection. The model is changed in place:
     its attention modules get another class, and its attention implementation becomes ours. Indexers of known forms then
     select keys by `indexer_logits` and `top_k_indices`. Tested with every family of docs/transformers_models.md that
-    has latents. `generate_batch` takes the model only so.
+    has latents. `generate_batch` takes such a model only after this call.
 
     Args:
         model: a model of transformers, or a module that contains one.
@@ -87,8 +92,8 @@ def absorb_mla(model: Any) -> Any:
         The model.
 
     Raises:
-        Unsupported: the model has no latent attention of a known form. Its calls are refused with dropout, position
-            biases, or soft caps with lists of keys.
+        Unsupported: the model has no latent attention of a known form. Later calls of the model also raise this error,
+            if they have dropout, position biases, or soft caps together with lists of keys.
     """
     register()
     from ragged_attention.integrations.transformers import _latent
@@ -97,7 +102,7 @@ def absorb_mla(model: Any) -> Any:
 
 
 def explain() -> str:
-    """The number of attention calls so far, with a line for each class of module, operation and reason.
+    """A text with the number of attention calls so far, one line for each class of module, operation and reason.
 
     Calls inside `torch.compile` are not counted.
     """

@@ -42,24 +42,24 @@ def attention(
     cache: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention of a layer of transformers, with the arguments of its attention interface.
+    """Attention of a layer, with the arguments and results of transformers' attention interface.
 
     Args:
         query, key, value: [B, H, L_q, D], [B, K, L_k, D] and [B, K, L_k, D_v].
-        attention_mask: a mask of `_masks.mask`, which alone decides visibility; or a tensor that can be broadcast to
-            [B, H, L_q, L_k], either bool or numbers to add. Without a mask, each query sees all keys, or, as in
-            transformers' SDPA attention, query i sees keys 0 to i if `is_causal`, or else the module's attribute
-            of that name, is true.
+        attention_mask: a mask made by `_masks.mask`, or a tensor that can be broadcast to [B, H, L_q, L_k], either bool
+            or numbers to add to the logits. It alone decides which keys are visible.
         sliding_window: used only in continuous batching, which has no masks.
-        cache: in continuous batching with transformers 5.23, the paged cache; `others` name its places.
+        is_causal: read if there is no mask. If true, query i sees keys 0 to i, as in transformers' SDPA attention;
+            otherwise each query sees all keys. None stands for the module's attribute `is_causal`.
+        cache: the paged cache, in continuous batching with transformers 5.23. `others` have the step's places in it.
 
     Returns:
-        [B, L_q, H, D_v], and None in place of the weights.
+        [B, L_q, H, D_v], and None instead of the attention weights.
 
     Raises:
-        Unsupported: the layer selects blocks of keys by an indexer that is not known here, or in a call that our
-            operations do not take; it attends to latents in transformers' own paged cache, asks for weights, or passes
-            a keyword that neither we nor its own eager attention know; or the mask has a wrong dtype.
+        Unsupported: an unknown indexer selects blocks of keys; or blocks are selected in a call that our operations do
+            not take; or the layer attends to latents in transformers' own paged cache; or attention weights are
+            requested; or neither we nor the model's own eager attention know a keyword; or the mask has a wrong dtype.
     """
     selection = others.get("block_indices")
     if selection is not None and not isinstance(selection, _selection.Selection):
@@ -73,10 +73,10 @@ def attention(
     is_absorbed = _latent.is_absorbed(module)
     if cache is not None or others.get("read_index") is not None:
         has_pages = is_absorbed and others.get("latent_pages") is not None
-        known = {"indices": None} if has_pages else {}  # slots of those pages
-        expect_no_more_than_places(module, {"dropout": dropout or None, **others, **known})
-        told = Pattern() if attention_mask is None else pattern_of(attention_mask)
-        if told is None or told.ranges is not None:
+        allowed = {"indices": None} if has_pages else {}  # `indices` are slots of these pages
+        expect_no_more_than_places(module, {"dropout": dropout or None, **others, **allowed})
+        pattern = Pattern() if attention_mask is None else pattern_of(attention_mask)
+        if pattern is None or pattern.ranges is not None:
             raise Unsupported(f"expected continuous batching without masks, got one of {type(module).__name__}'s own")
         settings["sliding_window"] = sliding_window
         if has_pages:
@@ -84,7 +84,7 @@ def attention(
         if is_absorbed:
             raise _latent.unsupported(module, "continuous batching over another cache than its own")
         return _continuous.attend(call, cache), None
-    if query.shape[0] != key.shape[0]:  # either size may be 1, for all rows
+    if query.shape[0] != key.shape[0]:  # a batch size of 1 is for all rows
         rows = max(query.shape[0], key.shape[0])
         query, key, value = (tensor.expand(rows, -1, -1, -1) for tensor in (query, key, value))
         call = call._replace(query=query, key=key, value=value)
@@ -108,7 +108,8 @@ def attention(
     if blind is None:
         return attend(call), None
     out = attend(call._replace(query=query.masked_fill(blind[:, None, :, None], 0.0)))
-    has_sinks = s_aux is not None or others.get("sinks") is not None  # a blind query gives sinks all its weight
+    # With sinks, the weight of a blind query (see `Pattern`) goes to the sinks.
+    has_sinks = s_aux is not None or others.get("sinks") is not None
     return out.masked_fill(blind[..., None, None], 0.0) if has_sinks else out, None
 
 
@@ -122,7 +123,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
     if reason is not None:
         note(call.module, "dense attention in torch", reason)
         return _dense.attend(call, _shown(call))
-    assert pattern is not None  # without a pattern there is a reason
+    assert pattern is not None  # `_why_dense` refuses calls without a pattern
     if isinstance(pattern.end, int):
         call = call._replace(key=call.key[:, :, : pattern.end], value=call.value[:, :, : pattern.end])
     settings = {**call.settings, "sliding_window": pattern.window}
@@ -131,7 +132,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
         note(call.module, "ragged_paged_attention")
         k_pages, v_pages, kv_lens, table = _layout.pages_of(call.key, call.value, pattern.shown)
         q = call.query.transpose(1, 2)
-        if tables is not None:  # tables for one query assume causality
+        if tables is not None:  # the table of a single query is for causal operations
             pattern, settings["relative_bias"] = pattern._replace(causal=True), tables.transpose(1, 2).flatten(0, 1)
         sinks = _layout.sinks_of_queries(call)
         operation = _layout.with_sinks(ragged_paged_attention, None if sinks is None else sinks[:, :, 0])
@@ -147,7 +148,7 @@ def _attend(call: LayerCall) -> torch.Tensor:
 
 
 def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
-    """The pattern of a call's mask, with the edges of packed sequences; without a mask, the module decides."""
+    """The pattern of a call's mask, with the edges of packed sequences. Without a mask, `causal` decides."""
     mask, (rows, heads, q_len, _), kv_len = call.mask, call.query.shape, call.key.shape[2]
     if mask is None:
         if call.others.get("cu_seq_lens_q") is not None:
@@ -157,7 +158,7 @@ def _pattern(call: LayerCall, causal: bool) -> Pattern | None:
         raise Unsupported(f"expected a mask of bool or of numbers to add, got {getattr(mask, 'dtype', type(mask))}")
     pattern = pattern_of(mask)
     if pattern is None:
-        is_listed = call.key is call.value and call.key.shape[1] == 1  # by `_lists`, which take any mask
+        is_listed = call.key is call.value and call.key.shape[1] == 1  # `_lists` computes it with any mask
         return None if is_listed else _tensors.pattern_of_numbers(mask, (rows, heads, q_len, kv_len))
     if not _masks.hides_nothing(pattern) and mask.shape[2:] != (q_len, kv_len):
         return None
@@ -181,7 +182,7 @@ def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
 
 
 def _why_dense(call: LayerCall) -> str | None:
-    """Why none of our operations takes a call, or None if one does. Selected blocks are refused then, not dense."""
+    """Why none of our operations takes a call, or None if one does. A call with selected blocks is then refused."""
     if call.dropout:
         return "it drops weights"
     if call.others.get("indices") is not None:
@@ -205,5 +206,5 @@ def _why_dense(call: LayerCall) -> str | None:
 
 
 def _mixes_tokens(module: Any) -> bool:
-    """Whether layers pool tokens outside of attention too (deepseek_v4), so that padding must attend as in eager."""
+    """Whether layers mix tokens also outside attention (deepseek_v4), so that results of padding must equal eager's."""
     return getattr(getattr(module, "config", None), "compress_rates", None) is not None

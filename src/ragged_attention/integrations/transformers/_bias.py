@@ -1,7 +1,7 @@
-"""Biases of positions in calls of a layer, as the tables by distance of our operations.
+"""Position biases in calls of a layer, as the tables by distance that our operations take.
 
 Models pass a dense bias [B, H, L_q, L_k] to attention. A bias that is known to follow from distance is a
-`DistanceBias`. The numbers of any other bias are used, as a table if there is one query, else densely.
+`DistanceBias`. Any other bias becomes a table if there is a single query; otherwise the call is computed densely.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ _zeros: Any = WeakTensorKeyDictionary()  # the version of each bias that was rea
 
 
 def why_dense(call: LayerCall) -> str | None:
-    """Why none of our operations takes a call's bias, or None if one does; the call has a pattern."""
+    """Why none of our operations takes a call's bias, or None if one does. The pattern of the call must be known."""
     bias, pattern, (rows, heads, q_len, _), kv_len = _bias(call), call.pattern, call.query.shape, call.key.shape[2]
     if bias is None or pattern is None:
         return None
@@ -53,10 +53,10 @@ def needs_gradient(call: LayerCall) -> bool:
 
 
 def tables_of(call: LayerCall, pattern: Pattern) -> torch.Tensor:
-    """The bias of a call as tables [B, H, L_q, W], or [1, H, 1, W] for all queries, of our operations.
+    """The bias of a call as tables for our operations: [B, H, L_q, W], or [1, H, 1, W] for all queries.
 
-    The table of a single query is that of a causal operation, over the keys that are not padding, in their order. Other
-    tables have the columns of a causal operation if the pattern is causal; otherwise they have as many columns before a
+    The table of a single query is for a causal operation over the keys that are not padding, in their order. With more
+    queries, tables are for a causal operation if the pattern is causal; otherwise they have as many columns before a
     query's own position as after it.
     """
     bias = _bias(call)
@@ -82,7 +82,7 @@ def _bias(call: LayerCall) -> Any:
 
 
 def _is_zero(call: LayerCall) -> bool:
-    """Whether a bias is known to be 0 throughout, as in cross attention of t5. Layers share it, so it is read once."""
+    """Whether all of a bias is known to be 0, as in cross attention of t5. It is read once for all layers."""
     bias = _bias(call)
     if isinstance(bias, DistanceBias) or torch.compiler.is_compiling():
         return False

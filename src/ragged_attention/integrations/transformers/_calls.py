@@ -1,10 +1,10 @@
-"""Counts the operations that attention calls became."""
+"""Counts of attention calls, by the operation that computed them."""
 
 from collections import Counter
 
 import torch
 
-calls: Counter[tuple[str, str, str]] = Counter()  # by class of module, operation and reason, which may be ""
+calls: Counter[tuple[str, str, str]] = Counter()  # by class of module, operation and reason, "" if there is none
 
 
 def note(module: torch.nn.Module, operation: str, reason: str = "") -> None:

@@ -29,7 +29,7 @@ class Pages(NamedTuple):
 
 
 class Gathered(torch.Tensor):
-    """Keys or values [1, K, N, D] of a step's sequences, gathered only if something reads them."""
+    """Keys or values [1, K, N, D] of a step's sequences, which are gathered only when they are read."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -57,7 +57,8 @@ def update(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`PagedAttentionCache.update`, except that keys and values of full attention are not gathered.
 
-    The values of `places` are replaced by those of the layer. If the cache keeps only a window, `window` is its size.
+    The values in `places` are replaced by those of the layer. `places["window"]` is set if the layer's cache has only
+    the keys of a window.
     """
     allocator = cache.layer_to_allocator[layer]
     kind = allocator.layer_type
@@ -84,16 +85,17 @@ def attend(call: LayerCall, cache: Any) -> torch.Tensor:
 
     Args:
         call: its query is [1, H, T, D], the new tokens of all sequences, one after another. Its key and value are the
-            results of `update`, or, with a `cache`, the new ones, which are written first. Its settings include the
-            window. Its other keywords are `cu_seq_lens_q`, `max_length_q`, and `cu_seq_lens_k`, `max_length_k`,
-            `read_index` and `write_index`; the last four hold values by kind of layer or cache until `update`.
-        cache: transformers' paged cache in transformers 5.23. In later releases, layers update it themselves.
+            results of `update`; with a `cache` they are the new keys and values, which are written to it first. Its
+            settings include the window. Its other keywords are `cu_seq_lens_q`, `max_length_q`, `cu_seq_lens_k`,
+            `max_length_k`, `read_index` and `write_index`. Before `update`, the last four have a value for each kind of
+            layer or for each cache.
+        cache: the paged cache with transformers 5.23, otherwise None. In later releases, layers call `update`.
 
     Returns:
         [1, T, H, D_v].
 
     Raises:
-        Unsupported: the layer is of another kind, or its keys and values are not those of a layer's cache.
+        Unsupported: the layer has neither full nor sliding attention, or it has no cache of its own.
     """
     module, query, settings, places = call.module, call.query, call.settings, call.others
     key, value = call.key, call.value
@@ -123,7 +125,7 @@ def attend(call: LayerCall, cache: Any) -> torch.Tensor:
 
 
 def _expect_once(module: Any, cache: Any, places: dict[str, Any]) -> None:
-    """Refuse a layer that attends twice in a step, since it would overwrite its first keys and values."""
+    """Raise Unsupported if a layer attends twice in a step, because it would overwrite its first keys and values."""
     step, written = places.get("write_index"), _written.setdefault(cache, {})
     if step is not None and written.get(module.layer_idx) is step:
         raise Unsupported(

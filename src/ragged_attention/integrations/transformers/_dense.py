@@ -8,9 +8,9 @@ from ragged_attention.integrations.transformers._layout import LayerCall, sinks_
 def attend(call: LayerCall, shown: torch.Tensor) -> torch.Tensor:
     """Attention [B, L_q, H, D_v] with its softmax in float32; a query that sees no key gets 0.
 
-    `shown` can be broadcast to [B, H, L_q, L_k] and is bool or numbers to add to the logits. The keyword
-    `position_bias` is added too, `sinks` are one more logit of each query, and `indices` limits each query to a list of
-    keys.
+    `shown` can be broadcast to [B, H, L_q, L_k]. It is bool, or numbers to add to the logits. Three keywords are
+    supported: `position_bias` is added too, `sinks` are one more logit of each query, and `indices` limits each query
+    to a list of keys.
     """
     group = call.query.shape[1] // call.key.shape[1]
     key, value = (tensor.repeat_interleave(group, 1) for tensor in (call.key, call.value))

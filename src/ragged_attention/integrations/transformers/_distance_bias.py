@@ -1,7 +1,7 @@
-"""Biases of positions that follow from distance, made as tables.
+"""Position biases that depend only on the distance between query and key, as tables.
 
-transformers makes them by a few functions, as dense arrays. The replacements here return a `DistanceBias`, whose
-numbers are computed only if something reads them.
+In transformers, a few functions make these biases as dense arrays. Their replacements here return a `DistanceBias`,
+whose numbers are computed only if something reads them.
 """
 
 import functools
@@ -24,10 +24,11 @@ PRODUCTS = {torch.mul, torch.Tensor.mul, torch.Tensor.__mul__}
 class Tables(NamedTuple):
     """Biases by distance.
 
-    values: [B, H, L_q, W]. Column `own + d` belongs to the key d positions before a query; the first and last column
-        belong to all keys beyond them too. B and L_q may be 1, for all rows and queries.
-    first: the position of the first query, where the first key is at 0.
-    is_regular: whether positions of queries and keys each rise by one. Like `first`, it may be a tensor.
+    values: [B, H, L_q, W]. Column `own + d` is for the key d positions before a query. The first and the last column
+    are
+        also for all keys that are farther away. B and L_q may be 1, for all rows and queries.
+    first: the position of the first query, if the first key is at position 0.
+    is_regular: whether the positions of queries, and those of keys, increase by one. Like `first`, it may be a tensor.
     """
 
     values: torch.Tensor
@@ -39,8 +40,8 @@ class Tables(NamedTuple):
 class DistanceBias(torch.Tensor):
     """A bias [B, H, L_q, L_k] of tables, whose numbers are computed when they are read.
 
-    It may be converted and multiplied by a factor of each query; everything else reads the numbers. Gradients flow
-    through the tables or through the numbers.
+    A conversion to another dtype, or a product with a factor per query, is a `DistanceBias` again. Every other function
+    reads the numbers. Gradients flow through the tables or through the numbers.
     """
 
     tables: Tables
@@ -81,7 +82,7 @@ class DistanceBias(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def numbers(bias: DistanceBias) -> torch.Tensor:  # no gradient flows from here
+        def numbers(bias: DistanceBias) -> torch.Tensor:  # this way, no gradient reaches the tables
             if bias.tables.values.requires_grad:
                 raise Unsupported(f"expected a trained bias of positions to be read by functions of torch, got {func}")
             return bias.numbers()
@@ -145,10 +146,11 @@ def told(original: Any, ours: str, kind: type, part: str) -> Any:
     return forward
 
 
-def of_each_query(original: Any, ours: str, kind: type, told_apart: Callable[..., Any]) -> Any:
+def of_each_query(original: Any, ours: str, kind: type, find_distances: Callable[..., Any]) -> Any:
     """The replacement for `forward` of a module of class `kind` that makes the bias of inkling.
 
-    `told_apart` returns the distances [L_q, L_k], and arguments that request the bias of `_distances` only.
+    `find_distances` returns the distances [L_q, L_k] in the arguments of `forward`. It also returns arguments with
+    which `forward` makes the biases of `_distances` only.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -157,7 +159,7 @@ def of_each_query(original: Any, ours: str, kind: type, told_apart: Callable[...
 
         if type(self) is not kind or not getattr(self, "is_for_ours", False):
             return compute()
-        distance, changed = told_apart(self, *args, **kwargs)
+        distance, changed = find_distances(self, *args, **kwargs)
         if not distance.numel():
             return compute()
         values, first = original(self, *changed), distance[0, 0]
@@ -171,7 +173,7 @@ def of_each_query(original: Any, ours: str, kind: type, told_apart: Callable[...
 def by_positions(
     module: Any, relative_states: torch.Tensor, query_positions: torch.Tensor, key_positions: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The arguments of inkling, for `of_each_query`."""
+    """The `find_distances` of inkling, for `of_each_query`."""
     keys = -_distances(module, key_positions)
     return query_positions[:, None] - key_positions, (relative_states, torch.zeros_like(query_positions), keys)
 
@@ -179,17 +181,17 @@ def by_positions(
 def by_distances(
     module: Any, hidden_states: torch.Tensor, relative_distance: torch.Tensor, position_ids: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """The arguments of inkling2, for `of_each_query`."""
+    """The `find_distances` of inkling2, for `of_each_query`."""
     distances = _distances(module, relative_distance).expand(len(relative_distance), -1)
     return relative_distance, (hidden_states, distances, position_ids)
 
 
 def _distances(module: Any, like: torch.Tensor) -> torch.Tensor:
-    """The distances -1 to `rel_extent`. Inkling has a bias for those between; these two have none."""
+    """The distances from -1 to `rel_extent`. In inkling, these two have no bias, but all distances between them do."""
     return torch.arange(-1, module.rel_extent + 1, device=like.device)
 
 
 def _is_for_ours(module: Any, ours: str, kind: type) -> bool:
-    """Whether our attention computes a module of class `kind`; not a subclass, whose distances may differ."""
+    """Whether our attention computes a module of class `kind`. Subclasses may have other distances."""
     is_ours = type(module) is kind and module.config._attn_implementation == ours
     return is_ours and not torch.compiler.is_compiling()

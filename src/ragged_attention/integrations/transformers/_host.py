@@ -1,4 +1,4 @@
-"""Registers our attention with transformers, and undoes it: all changes to transformers are here."""
+"""All changes to transformers: the registration of our attention, the replaced functions, and how to undo them."""
 
 import functools
 import importlib.util
@@ -42,7 +42,7 @@ def _without_gathering(original: Any, ours: str) -> Any:
 
 def _refusing_latents(original: Any, ours: str) -> Any:
     def switch_to_cb_friendly_attn(self: Any, model: Any, auto_switch_to_flash: bool = True) -> None:
-        _batched_layers(model, ours)  # refuses here, where the caller sees the error, and not in a thread
+        _batched_layers(model, ours)  # raises errors here, where the caller sees them; later steps run in a thread
         return original(self, model, auto_switch_to_flash)
 
     return switch_to_cb_friendly_attn
@@ -94,14 +94,15 @@ BUCKETED = {
     "pix2struct": "Pix2StructTextAttention",
 }  # fmt: skip
 # Attention with a bias per query: the family, its attention classes, the class that makes the bias, the function that
-# finds distances in its arguments, and its attribute's name in attention. Not every release has all of them.
+# finds distances in the arguments of that class, and the name under which an attention module has it. Not every release
+# has all of these classes.
 OF_QUERIES: tuple[tuple[str, tuple[str, ...], str, Any, str], ...] = (
     ("inkling", ("InklingAttention",), "InklingRelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),
     *(
-        (family, (f"{name}SlidingAttention", f"{name}FullAttention"), name + bias, told_apart, part)
+        (family, (f"{name}SlidingAttention", f"{name}FullAttention"), name + bias, find_distances, part)
         for family, name in (("inkling2", "Inkling2"), ("inkling2_loop", "Inkling2Loop"))
-        for bias, told_apart, part in (
-            ("RelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),  # 5.23
+        for bias, find_distances, part in (
+            ("RelativeLogits", _distance_bias.by_positions, "rel_logits_proj"),  # release 5.23
             ("RelativePositionBias", _distance_bias.by_distances, "relative_position_bias"),
         )
     ),
@@ -113,12 +114,16 @@ def _biases() -> Iterator[tuple[Any, str, Any]]:
     for family, name in BUCKETED.items():
         kind = getattr(_models(family), name)
         yield kind, "compute_bias", functools.partial(_distance_bias.bucketed, kind=kind)
-    for family, names, bias, told_apart, part in OF_QUERIES:
+    for family, names, bias, find_distances, part in OF_QUERIES:
         models = _models(family)
         if (maker := getattr(models, bias, None)) is not None:
             for kind in (getattr(models, name) for name in names):
                 yield kind, "forward", functools.partial(_distance_bias.told, kind=kind, part=part)
-            yield maker, "forward", functools.partial(_distance_bias.of_each_query, kind=maker, told_apart=told_apart)
+            yield (
+                maker,
+                "forward",
+                functools.partial(_distance_bias.of_each_query, kind=maker, find_distances=find_distances),
+            )
 
 
 # Indexers that select blocks of keys per KV head: the family, the indexer's class, and the replacement of `forward`.
@@ -146,10 +151,10 @@ def _models(family: str) -> Any:
 # The replaced functions: owner, name, and the function that makes the replacement.
 # - `is_flash_attention_requested`: if it returns True, continuous batching packs queries and makes no mask.
 # - `update` gathers all keys before a layer attends; the replacement leaves them in place.
-# - The next four give a model with absorbed latent attention a cache of ours, and refuse latent attention that is not
-#   absorbed. The manager knows the model, but makes the cache from its configuration alone, and the function that
-#   groups the layers does not know layers with lists of keys.
-# - The last ones make biases of positions, and select blocks of keys.
+# - The next four give a model with absorbed latent attention our own cache, and refuse latent attention that is not
+#   absorbed. Two of them pass the model from the manager to the cache, which would only get the configuration. The last
+#   one groups layers, because transformers does not know layers with lists of keys.
+# - All others make position biases, and select blocks of keys.
 REPLACED: list[tuple[Any, str, Any]] = [
     *((module, "is_flash_attention_requested", _recognising) for module in (cache, continuous_api, initialization)),
     (cache.PagedAttentionCache, "update", _without_gathering),

@@ -1,6 +1,7 @@
 """Indexers of sparse attention that select the same keys as those of transformers, with less memory.
 
-transformers stores the products of all queries, heads and keys before it sums over the heads; here only sums exist.
+transformers stores the products of all queries, heads and keys, and then sums over the heads. Here, only the sums are
+stored.
 """
 
 import sys
@@ -40,10 +41,10 @@ class Indexed:
         past_key_values: Any = None,
         cache: Any = None,
     ) -> torch.Tensor:
-        """The keys [B, L_q, N] that each query attends to, in ascending order, then -1; `attention_mask` is 3D.
+        """The keys [B, L_q, N] to which each query attends, in ascending order and padded with -1.
 
-        In continuous batching they are slots of the cache, and the mask is ignored. transformers up to 5.23 passes the
-        cache as `past_key_values`.
+        `attention_mask` has three dimensions. In continuous batching it is ignored, and the result has slots of the
+        cache. transformers up to 5.23 passes the cache as `past_key_values`.
         """
         del position_ids
         q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
@@ -103,7 +104,7 @@ def operands(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operands of `indexer_logits`: q [B, L_q, H, D], keys [B, L_k, D] of the whole cache, weights [B, L_q, H].
 
-    The given q is not rotated yet.
+    The argument `q` is not rotated yet.
     """
     norm = indexer.k_norm
     keys = norm(indexer.wk(hidden_states).to(norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
@@ -125,14 +126,14 @@ def _rotated(indexer: Any, q: torch.Tensor, keys: torch.Tensor, positions: Any) 
     width, last = indexer.qk_rope_head_dim, kind.__name__ in ROTARY_LAST
     sizes = (indexer.head_dim - width, width) if last else (width, indexer.head_dim - width)
     parts = [list(x.split(sizes, -1)) for x in (q, keys)]
-    rotated = rotate(*(each[last] for each in parts), *positions, unsqueeze_dim=2)
-    for each, part in zip(parts, rotated, strict=True):
-        each[last] = part
+    rotated = rotate(*(pair[last] for pair in parts), *positions, unsqueeze_dim=2)
+    for pair, part in zip(parts, rotated, strict=True):
+        pair[last] = part
     return torch.cat(parts[0], -1), torch.cat(parts[1], -1)
 
 
 def index(model: Any) -> None:
-    """Give our forward to the model's indexers whose head size it takes."""
+    """Replace the `forward` of the model's known indexers, if `indexer_logits` takes their head size."""
     for module in model.modules():
         kind = type(module)
         if kind.__name__ in ROTATE and module.head_dim % 16 == 0 and module.head_dim <= 256:

@@ -1,8 +1,8 @@
 """The keywords of attention layers: those that we use, and those that may be ignored.
 
-No other keyword is dropped silently. If the model's own eager attention takes it, that computes the layer. If that
-does not take it, it may be ignored if the layer's code does not name it, and so only passes it on. Otherwise, or if
-there is no eager attention to ask, the call is refused.
+No other keyword is dropped silently. If the model's own eager attention takes the keyword, that attention computes the
+layer. If it does not take the keyword, and the layer's code does not name it either, the keyword is ignored, because
+the layer only passes it on. In all other cases, and if the model has no eager attention, the call is refused.
 """
 
 import inspect
@@ -35,21 +35,21 @@ PLACES = frozenset(
     ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "read_index", "write_index", "logits_indices",
      "block_table", "k_cache", "v_cache", "window", "latent_pages")
 )  # fmt: skip
-EAGER = "eager_attention_forward"  # the end of the functions' names
+EAGER = "eager_attention_forward"  # the suffix of the names of eager attention functions
 
 
 def own_attention(module: torch.nn.Module, others: dict[str, Any]) -> Callable[..., Any] | None:
-    """The module's eager attention if only that takes one of the keywords, else None.
+    """The module's eager attention if it takes a keyword that ours does not take, else None.
 
     Raises:
-        Unsupported: neither takes a keyword that may matter, or weights are requested.
+        Unsupported: neither attention takes a keyword that may matter, or attention weights are requested.
     """
     unknown = _unlisted(KNOWN, others)
     return _who_takes(type(module), unknown) if unknown else None
 
 
 def expect_no_more_than_places(module: torch.nn.Module, others: dict[str, Any]) -> None:
-    """Refuse keywords that continuous batching does not take."""
+    """Raise Unsupported for keywords that continuous batching does not take."""
     unknown = _unlisted(PLACES, others)
     if unknown and (not KNOWN.isdisjoint(unknown) or _who_takes(type(module), unknown) is not None):
         names = ", ".join(unknown)

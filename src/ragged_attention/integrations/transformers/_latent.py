@@ -1,9 +1,10 @@
 """Latent attention without keys and values of each head.
 
-A module's `expand_kv` computes these from the cached latents. Here it returns the latents; queries are multiplied by
-the key projection, and results by the value projection. Prefill, decode and packed sequences are one call over the
-latents. Queries list their keys only if gradients are required, the mask has no pattern, or an indexer selects keys.
-In continuous batching the latents lie in pages of ours (`_paged_latents`).
+In transformers, a module's `expand_kv` computes keys and values from the cached latents. Here it returns the latents.
+Queries are multiplied by the key projection instead, and results by the value projection. Prefill, decode and packed
+sequences are a single call over the latents. Each query gets a list of its keys only if gradients are required, if the
+mask has no pattern, or if an indexer selects keys. In continuous batching, the latents are in our own paged cache
+(`_paged_latents`).
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ class Absorbed:
     """The mixin that makes an attention class absorbed."""
 
     def expand_kv(self, kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As keys, the latents [B, 1, L, ...] followed by their rotary columns; as values, the latents."""
+        """The keys and the values: latents [B, 1, L, ...] followed by their rotary columns, and the latents alone."""
         return torch.cat((kv_nope, k_rot), -1), kv_nope
 
 
@@ -56,7 +57,7 @@ def absorb(model: Any, name: str) -> Any:
 
 
 def batched_layers(model: Any, config: Any) -> dict[int, Any]:
-    """A model's absorbed attention modules by layer, for continuous batching; none if it has no latent attention.
+    """A model's absorbed attention modules by layer, for continuous batching. Empty without latent attention.
 
     Raises:
         Unsupported: the model is not absorbed, or has layers or indexers of other kinds.
@@ -83,10 +84,10 @@ def batched_layers(model: Any, config: Any) -> dict[int, Any]:
 def attend(call: LayerCall) -> torch.Tensor:
     """Attention of an absorbed module, whose keys are latents [B, 1, L_k, L + R]; returns [B, L_q, H, D_v]."""
     module, query, latents, pattern, others = call.module, call.query, call.key, call.pattern, call.others
-    wanted = {"dropout": call.dropout or None, "a bias of positions": others.get("position_bias"),
+    refused = {"dropout": call.dropout or None, "a bias of positions": others.get("position_bias"),
               "sinks of each query": others.get("sinks"),
               "deterministic gradients": others.get("deterministic") or None}  # fmt: skip
-    for what, value in wanted.items():
+    for what, value in refused.items():
         if value is not None:
             raise unsupported(module, what)
     width, nope = module.kv_lora_rank, module.qk_nope_head_dim
@@ -117,7 +118,7 @@ def attend(call: LayerCall) -> torch.Tensor:
 def _at_once(
     q: torch.Tensor, latents: torch.Tensor, pattern: Pattern, others: dict[str, Any], settings: dict[str, Any]
 ) -> torch.Tensor:
-    """All queries over the keys of their row without its padding, or of their packed sequence."""
+    """Attention of all queries in one call, to the keys of their row without padding, or of their packed sequence."""
     settings = {**settings, "sliding_window": pattern.window}
     if (edges := pattern.edges) is not None:
         lens = edges.diff()

@@ -34,15 +34,15 @@ class LayerCall(NamedTuple):
 
 
 def need_gradient(*tensors: torch.Tensor | None) -> bool:
-    """Whether any of these requires a gradient."""
+    """Whether any of the tensors requires a gradient."""
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def sinks_of_queries(call: LayerCall) -> torch.Tensor | None:
-    """The keyword `sinks`, another logit of each query [B, H, L_q, 1], or None.
+    """The keyword `sinks`, which is one more logit for each query [B, H, L_q, 1], or None.
 
     Raises:
-        Unsupported: it is of another shape.
+        Unsupported: the keyword has another shape.
     """
     sinks, size = call.others.get("sinks"), (*call.query.shape[:3], 1)
     if sinks is not None and tuple(getattr(sinks, "shape", ())) != size:
@@ -51,7 +51,7 @@ def sinks_of_queries(call: LayerCall) -> torch.Tensor | None:
 
 
 def with_sinks(operation: Callable[..., Any], sinks: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    """An attention whose softmax has another logit of each query, `sinks` [T, H, 1], in its denominator."""
+    """The operation with one more logit for each query, `sinks` [T, H, 1], in the denominator of its softmax."""
     if sinks is None:
         return operation
 
@@ -63,7 +63,7 @@ def with_sinks(operation: Callable[..., Any], sinks: torch.Tensor | None) -> Cal
 
 
 def shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An order of each row's keys in which padding comes last, and the number of the other keys."""
+    """An order of each row's keys in which padding comes last, and the number of keys that are not padding."""
     return computed_once(shown, "order", lambda: _shown_first(shown))
 
 
@@ -72,7 +72,7 @@ def _shown_first(shown: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def queries_shown(pattern: Pattern, shown: torch.Tensor, q_len: int) -> torch.Tensor:
-    """Which queries [B, L_q] are not padding; without causality the positions of queries are unknown, so all count."""
+    """Which queries [B, L_q] are not padding. Without causality this is unknown, and none of them counts as padding."""
     if not pattern.causal:
         return shown.new_ones(shown.shape[0], q_len)
     if isinstance(pattern.end, torch.Tensor):
@@ -91,7 +91,7 @@ def queries_first(pattern: Pattern, shown: torch.Tensor, q_len: int) -> tuple[to
 def _queries_last(pattern: Pattern, q_len: int) -> torch.Tensor | None:
     """An order [B, L_q, 1, 1] of queries in which padding comes first, or None if it already does.
 
-    A row's last query is at its last key. So only padding before the other queries keeps their positions.
+    In our operations, a row's last query is at the row's last key. So padding must come before all other queries.
     """
     shown = pattern.shown
     if shown is None or not pattern.causal or q_len == 1:
@@ -143,14 +143,14 @@ def pages_of(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A cache [B, K, L, D] as k_pages, v_pages, kv_lens and page_indices, without a copy if possible.
 
-    On a CPU, a row without padding is a page. Otherwise a page is one key, so that a row's table can omit keys: page p
-    begins p keys after the cache's first number, in every head. Keys and values whose strides do not allow this, or
-    differ, are copied, such as those that a layer has just computed from latents.
+    On a CPU, a row without padding is a page. Otherwise a page is one key, so that a row's table can leave keys out.
+    Page p begins p keys after the start of the cache, in every head. Keys and values are copied if their strides do not
+    allow this or differ from each other, such as keys and values that a layer has just computed from latents.
     """
     rows, _, length, _ = key.shape
     device = key.device
     in_rows = all(tensor.stride(3) == 1 for tensor in (key, value))
-    if shown is None and in_rows and device.type == "cpu":  # its kernels are not compiled for a page size
+    if shown is None and in_rows and device.type == "cpu":  # the page size is not a constant of CPU kernels
         table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
         return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
     step = _step(key)
@@ -174,13 +174,13 @@ def pages_of(
 
 
 def _step(tensor: torch.Tensor) -> int | None:
-    """The distance between rows of [B, K, L, D], counted in keys, or None if it is not a whole number."""
+    """The distance between rows of a tensor [B, K, L, D] in keys, or None if it is not a whole number."""
     row, _, key, number = tensor.stride()
     return row // key if number == 1 and row % key == 0 else None
 
 
 def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tables of pages of one key, and the rows' lengths."""
+    """The page tables for pages of one key, and the rows' lengths."""
     order, lens = shown_first(shown)
     return (torch.arange(shown.shape[0], device=shown.device)[:, None] * step + order).int(), lens.int()
 
@@ -188,8 +188,9 @@ def _listed(shown: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]
 def packed_edges(call: LayerCall, pattern: Pattern) -> torch.Tensor | None:
     """The edges of packed sequences that the layer's keywords name and its mask ignores, or None.
 
-    They follow from `cu_seq_lens_q`. Without it, without a cache and without a padding mask, they follow from
-    positions that restart at 0, if the layer uses them for rotary embeddings: some models ignore them in their mask.
+    They are given by `cu_seq_lens_q`. Without it, sequences begin where positions restart at 0, which some models
+    ignore in their mask. This holds only without a cache, without a padding mask, and if the layer uses the positions
+    for rotary embeddings.
     """
     if call.others.get("cu_seq_lens_q") is not None:
         return call.others["cu_seq_lens_q"].int()

@@ -1,4 +1,4 @@
-"""Attention by lists of keys, where one row per key serves all heads: latents, or keys that are the values too.
+"""Attention by lists of keys, if all heads share one row per key: a latent, or a key that is also the value.
 
 Lists express any mask that is the same for all heads and only hides keys. No logits are kept in memory.
 """
@@ -16,7 +16,7 @@ from ragged_attention.torch import mla_decode, sparse_mla_prefill
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUERIES = 256  # maximum number of queries per call with lists of keys
-MAX_WIDTH = 1024  # of a row
+MAX_WIDTH = 1024  # maximum columns of a row
 
 
 def takes_shared(call: LayerCall) -> bool:
@@ -51,7 +51,7 @@ def attend_shared(call: LayerCall) -> torch.Tensor:
 
 
 def attend(call: LayerCall, q: torch.Tensor, rows: torch.Tensor, settings: dict[str, Any]) -> torch.Tensor:
-    """Each query [B, L_q, H, D] over the list of its rows [B, 1, L_k, D]: the result [B, L_q, H, d_v]."""
+    """The attention [B, L_q, H, d_v] of each query [B, L_q, H, D] to its list of the rows [B, 1, L_k, D]."""
     flat, parts = rows.flatten(0, 2)[:, None], []
     for lists, queries in lists_of(call, rows):
         out, _, _ = sparse_mla_prefill(q[:, queries].flatten(0, 1), flat, lists.flatten(0, 1)[:, None], **settings)
@@ -60,9 +60,9 @@ def attend(call: LayerCall, q: torch.Tensor, rows: torch.Tensor, settings: dict[
 
 
 def lists_of(call: LayerCall, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
-    """The lists [B, queries, N] of a call's queries, some queries at a time, which bounds their memory.
+    """Yield the lists [B, queries, N] of up to `QUERIES` queries at a time, which bounds memory, and their slice.
 
-    They count the rows [B, 1, L_k, D] of all sequences one after another; -1 stands for none.
+    Lists have indices of rows, counted over all sequences of the rows [B, 1, L_k, D], and are padded with -1.
     """
     (batch, _, q_len, _), length = call.query.shape, rows.shape[2]
     first = torch.arange(batch, device=rows.device)[:, None, None] * length
@@ -79,7 +79,7 @@ def lists_of(call: LayerCall, rows: torch.Tensor) -> Iterator[tuple[torch.Tensor
             sees = visible(call.pattern, batch, q_len, length, rows.device, queries)
         lists = _listed(sees[:, 0], queries, indices)
         if longest is not None:
-            lists = lists.sort(-1, descending=True).values[..., :longest]  # so that -1 comes last
+            lists = lists.sort(-1, descending=True).values[..., :longest]  # in descending order, so that -1 comes last
         yield torch.where(lists < 0, -1, lists + first).int(), queries
 
 
@@ -97,7 +97,7 @@ def _hidden(mask: torch.Tensor) -> torch.Tensor:
 
 
 def as_bool(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
-    """A mask without a pattern as bool [B, 1, L_q, L_k]. Lists of keys cannot express other numbers."""
+    """A mask without a pattern as bool [B, 1, L_q, L_k]. Raises Unsupported if lists of keys cannot express it."""
     fault = _fault(mask)
     if fault is not None:
         raise Unsupported(f"expected {fault}")
@@ -105,7 +105,7 @@ def as_bool(mask: Any, rows: int, q_len: int, length: int) -> torch.Tensor:
 
 
 def _listed(shown: torch.Tensor, queries: slice, indices: torch.Tensor | None) -> torch.Tensor:
-    """The keys [B, queries, N] that some queries see, among `indices` [B, L_q, N] if given; -1 stands for no key."""
+    """The keys [B, queries, N] that some queries see, padded with -1; only those in `indices` [B, L_q, N], if given."""
     length = shown.shape[2]
     if indices is None:
         return torch.where(shown, torch.arange(length, device=shown.device), -1)

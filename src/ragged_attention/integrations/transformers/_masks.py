@@ -33,7 +33,7 @@ class Pattern(NamedTuple):
     end: the number of keys (an int or a tensor) if a cache of fixed size has unused places after them.
     edges: int32 [S + 1], the edges of sequences packed into rows, with the rows laid out one after another.
     has_padding_mask: whether the model got a padding mask, which may hide nothing.
-    ranges: int32 [1 or B, L_q, R, 2], the ranges of keys that each query sees; then nothing above hides a key.
+    ranges: int32 [1 or B, L_q, R, 2], the ranges of keys that each query sees. If given, no field above hides a key.
     blind: bool [1 or B, 1 or L_q], queries that give all their visible keys equal weight.
     selection: the indexer's selection from these keys (`_selection`), or None.
     """
@@ -49,12 +49,12 @@ class Pattern(NamedTuple):
     selection: Any = None
 
 
-# Functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
+# These are functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
 
 
 def is_of_rows(pattern: Pattern) -> bool:
-    """Whether the pattern differs by row."""
-    return any(each is not None for each in (pattern.shown, pattern.edges, pattern.ranges))
+    """Whether the pattern may differ by row."""
+    return any(field is not None for field in (pattern.shown, pattern.edges, pattern.ranges))
 
 
 def hides_nothing(pattern: Pattern) -> bool:
@@ -63,7 +63,7 @@ def hides_nothing(pattern: Pattern) -> bool:
 
 
 def is_within(pattern: Pattern, kv_len: int) -> bool:
-    """Whether `end` lies within the first `kv_len` keys. A tensor does: it comes from a cache of fixed size."""
+    """Whether `end` is at most `kv_len`. A tensor always is, because it comes from a cache of fixed size."""
     return isinstance(pattern.end, torch.Tensor) or pattern.end is None or pattern.end <= kv_len
 
 
@@ -124,11 +124,11 @@ class Mask(torch.Tensor):
     def numbers(self) -> torch.Tensor:
         if self._numbers is None:
             rows, _, q_len, kv_len = self.shape
-            with torch.inference_mode(False):  # inference tensors do not count writes
+            with torch.inference_mode(False):  # inference tensors have no counter of writes
                 self._numbers = as_numbers(visible(self._original, rows, q_len, kv_len, self.device), self.dtype)
         return self._numbers
 
-    # Slices are taken here, because a view made in `__torch_dispatch__` would not share the numbers' count of writes.
+    # Slices are made here, because a view made in `__torch_dispatch__` would not share the counter of writes.
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         parts = index if isinstance(index, tuple) else (index,)
@@ -198,11 +198,11 @@ def pattern_of(mask: torch.Tensor) -> Pattern | None:
     if pattern is None or torch.compiler.is_compiling():
         return pattern
     numbers = getattr(mask, "_numbers", None)
-    return pattern if numbers is None or numbers._version == 0 else None  # otherwise a view has been written to
+    return pattern if numbers is None or numbers._version == 0 else None  # else it was changed through a view
 
 
 class Rules(NamedTuple):
-    """The meaning of a mask function. For packed rows: the number of each token's sequence, and its position there."""
+    """The meaning of a mask function. In packed rows, tokens have sequence numbers, and positions in sequences."""
 
     causal: bool = False
     window: int | None = None
@@ -255,7 +255,7 @@ def _all_of(parts: list[Rules | None]) -> Rules | None:
 
 
 def _edges(rules: Rules, rows: int, length: int) -> torch.Tensor | None:
-    """The edges of packed sequences, or None if a sequence's tokens lie apart or its positions jump."""
+    """The edges of packed sequences, or None if a sequence's tokens or its positions are not consecutive."""
     assert rules.packed is not None
     packed = rules.packed.expand(rows, -1)
     if packed.shape[1] != length:
@@ -276,15 +276,15 @@ def edges_of(packed: torch.Tensor) -> torch.Tensor:
 
 
 def keep_results(shown: torch.Tensor) -> torch.Tensor:
-    """The same `shown`, for which `computed_once` keeps results; nobody else may change it."""
+    """Let `computed_once` store results for `shown`, and return it. After that, it must not be changed."""
     _results[shown] = {}
     return shown
 
 
 def computed_once(shown: torch.Tensor, name: Any, compute: Callable[[], T]) -> T:
-    """The result of `compute` for the `shown` of a mask, kept as long as the mask, which all layers of a pass share."""
+    """The result of `compute` for the `shown` of a mask, stored as long as the mask, which layers share, exists."""
     results = None if torch.compiler.is_compiling() else _results.get(shown)
-    if results is None:  # not of `keep_results`, so its owner may change it
+    if results is None:  # not passed to `keep_results`, so it may be changed later
         return compute()
     if name not in results:
         results[name] = compute()
@@ -297,22 +297,23 @@ def _padding(mask: torch.Tensor | None, rows: int, first: Any, length: int, devi
         return None
     prepared: Any = masking_utils.prepare_padding_mask(mask, length, first)
     shown = prepared[:, first : first + length].to(device=device, dtype=torch.bool).expand(rows, -1)
-    # A compiler cannot read values.
+    # A compiler cannot read values, so it keeps a mask without padding too.
     return shown if torch.compiler.is_compiling() or not bool(shown.all()) else None
 
 
 def has_holes(shown: torch.Tensor) -> bool:
-    """Whether padding lies between other tokens, so that keys would move closer if it were left out."""
+    """Whether padding is between other tokens, so that leaving it out would change distances between keys."""
     return bool(((shown[:, 1:] != shown[:, :-1]).sum(1) - (~shown[:, 0]).int() > 1).any())
 
 
 def _is_plain(
     q_length: int, mask_function: Callable[..., Any], attention_mask: torch.Tensor | None, others: dict[str, Any]
 ) -> bool:
-    """Whether a compiler can follow how the pattern is found: no tensor is in the function, and no value is read.
+    """Whether a compiler can follow `_pattern`, because the mask function has no tensors, and no values are read.
 
-    A compiler can read a function that transformers makes in the graph only if it holds numbers alone. It does if
-    transformers would allow skipping the mask, except for chunked attention, whose function holds the padding.
+    If transformers makes the function inside the graph, a compiler can read its closure only if it has no tensors. That
+    is so if transformers would allow skipping the mask. Chunked attention is an exception: its function has the
+    padding.
     """
     if q_length == 1 or mask_function in PLAIN:
         return True
@@ -369,7 +370,7 @@ def _is_one_graph() -> bool:
     return bool(getattr(InstructionTranslator.current_tx(), "one_graph", True))
 
 
-@torch.compiler.disable(reason="masks of packed sequences, images, chunks or padded windows are looked at by the host")
+@torch.compiler.disable(reason="masks of packed sequences, images, chunks or padded windows are read by the host")
 def _outside_the_graph(**arguments: Any) -> torch.Tensor:
     return mask(**arguments)
 
@@ -394,7 +395,8 @@ def _pattern(
         pattern = _expressed(rules, batch_size, q_length, kv_length, end, kv_offset, attention_mask, device)
     if pattern is not None or q_length != 1:
         return pattern
-    # Any function gives a row's only query a list of keys. The device computes it without the host, for all layers.
+    # If a row has a single query, any mask function yields a list of visible keys. The device computes this list once
+    # for all layers, and the host does not wait.
     row: Any = masking_utils.sdpa_mask(
         batch_size, 1, kv_length, q_offset, kv_offset, mask_function, attention_mask,
         allow_is_causal_skip=False, use_vmap=use_vmap, device=device,
@@ -403,7 +405,7 @@ def _pattern(
 
 
 def _in_ranges(known: Mapping[str, Any]) -> Pattern | None:
-    """The pattern of any mask whose queries see few runs of keys, which is computed part by part.
+    """The pattern of a mask as ranges, or None if a query sees too many runs of keys. The mask is computed in parts.
 
     `known` has the arguments of transformers' mask interface.
     """
@@ -421,7 +423,7 @@ def _in_ranges(known: Mapping[str, Any]) -> Pattern | None:
 def _expressed(
     rules: Rules, rows: int, q_length: int, kv_length: int, end: Any, first: Any, padding: Any, device: Any
 ) -> Pattern | None:
-    """The pattern of a mask function's rules and the padding, if there is one; `end` of the `kv_length` keys count."""
+    """The pattern of a mask function's rules and of the padding, or None. Only the first `end` keys are in use."""
     # Convert to int and bool, so that compilers do not treat them as parts of a constant.
     causal, window = bool(rules.causal), None if rules.window is None else int(rules.window)
     if not causal and window is None and rules.packed is None:

@@ -1,9 +1,9 @@
 """Continuous batching of absorbed latent attention: a paged cache of latents, and of the keys of indexers.
 
-transformers' paged cache has keys and values of one shape for all layers. Ours is that cache, with its blocks, prefix
-sharing, copies and offloading, but with other contents: for each layer in turn, a block holds the latents of its tokens
-with their rotary columns, and then the keys of the layer's indexer, if it has one. So a block is the same page of every
-layer, and a page table or a list of slots holds for all of them.
+transformers' paged cache has keys and values of the same shape for all layers. Our cache extends it, so it has the same
+blocks, prefix sharing, copies and offloading, but other contents. For one layer after another, a block has the latents
+of its tokens with their rotary columns, and then the keys of the layer's indexer, if it has one. So a block is the page
+with the same number in every layer, and page tables and lists of slots are the same for all layers.
 """
 
 import functools
@@ -29,24 +29,24 @@ from ragged_attention.torch import (
     sparse_mla_prefill,
 )
 
-KIND = "full_attention"  # the only kind of layer for transformers, since all tokens of all layers are kept
-# The absorbed attention modules, by layer, of the model whose cache is being made; see `_host`.
+KIND = "full_attention"  # the kind of all layers, because all tokens are kept
+# The absorbed attention modules by layer of the model for which a cache is being made; see `_host`.
 _layers: ContextVar[Mapping[int, Any] | None] = ContextVar("layers", default=None)
 
 
 class Row(NamedTuple):
-    """The numbers that a layer keeps of a token."""
+    """The number of elements that a layer stores per token."""
 
-    latent: int  # with rotary columns and padding to `_latent.ALIGNMENT`; 0 if another layer keeps them
-    key: int  # the width of the indexer's key; 0 without an indexer
-    source: int  # the layer whose latents it reads: itself, unless layers share them (mistral_large4)
+    latent: int  # with rotary columns and padding to `_latent.ALIGNMENT`; 0 if another layer stores the latents
+    key: int  # columns of the indexer's key; 0 without an indexer
+    source: int  # the layer whose latents are read: the layer itself, unless layers share latents (mistral_large4)
 
 
 class Step(NamedTuple):
     """The places of a forward pass's tokens in the cache.
 
     table, kv_lens, edges: the `page_indices`, `kv_lens` and `cu_q_lens` of our operations.
-    slots: [T], of the new tokens.
+    slots: [T], the slots of the new tokens.
     longest, longest_q: the maximum length of a sequence, and of its new tokens.
     written: the layers that have written their latents.
     """
@@ -61,7 +61,7 @@ class Step(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A layer's pages: latents [P, G, 1, L] of `source`, keys of its indexer [P, G, D] or [P, G, 0]; and the step."""
+    """A layer's pages and its step: latents [P, G, 1, L] of layer `source`, and the indexer's keys [P, G, D or 0]."""
 
     source: int
     latents: torch.Tensor
@@ -73,9 +73,10 @@ class PagedLatentCache(PagedAttentionCache):
     """transformers' paged cache, for latents.
 
     Args:
-        rows: the sizes of what each layer keeps per token.
-        activations: the most numbers that a layer makes of a token, with which transformers sizes the cache.
-        arguments: those of `PagedAttentionCache`.
+        rows: the sizes that each layer stores per token.
+        activations: the maximum number of elements that a layer computes per token, by which transformers sizes the
+            cache.
+        arguments: the arguments of `PagedAttentionCache`.
     """
 
     def __init__(self, rows: Mapping[int, Row], activations: int, **arguments: Any) -> None:
@@ -95,8 +96,8 @@ class PagedLatentCache(PagedAttentionCache):
         self._latents, self._keys = (dict(zip(rows, pages[number::2], strict=True)) for number in (0, 1))
 
     def enter(self, layer: int, places: Mapping[str, Any]) -> Held:
-        """A layer's pages, when its forward begins; `places` are keywords that transformers gives to all layers."""
-        if self._step is None or layer == self._first:  # made anew in each pass, which a graph may record
+        """A layer's pages, when its forward begins. `places` has keywords that transformers passes to all layers."""
+        if self._step is None or layer == self._first:  # once per pass, so that a graph may record it
             self._step = self._placed(places)
         return self.held(layer)
 
@@ -109,20 +110,20 @@ class PagedLatentCache(PagedAttentionCache):
         written, read = (places[name][0] for name in ("write_index", "read_index"))
         cu_kv_lens, longest = places["cu_seq_lens_k"][KIND].int(), int(places["max_length_k"][KIND])
         slots = self._slots(written)
-        # If all sequences begin in this step, there is nothing to read, and the new tokens are the only ones.
+        # If all sequences begin in this step, `read` is empty, and all keys are those of new tokens.
         table = page_table(self._slots(read) if read.numel() else slots, cu_kv_lens, longest, self.page_size)
         edges, longest_q = places["cu_seq_lens_q"].int(), int(places["max_length_q"])
         return Step(table, cu_kv_lens.diff(), edges, slots, longest, longest_q, set())
 
     def _slots(self, index: torch.Tensor) -> torch.Tensor:
-        """The slots for transformers' indices, which count rows per head, while our slots count tokens."""
+        """Our slots, which count tokens, from transformers' indices, which count rows of heads."""
         return index // self._stride * self.page_size + index % self._stride
 
     @torch.compiler.disable
     def update(  # type: ignore[override]
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, kwargs: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the latents [1, 1, T, ...] and the rotary columns of the new tokens, and return both as they are."""
+        """Write the latents [1, 1, T, ...] and the rotary columns of the new tokens, and return both unchanged."""
         del kwargs
         held = self.held(layer_idx)
         new = torch.cat((key_states[0, 0], value_states[0, 0]), -1)
@@ -143,10 +144,10 @@ class PagedLatentCache(PagedAttentionCache):
 
 
 def _as_heads(config: Any, rows: Mapping[int, Row], activations: int) -> Any:
-    """A configuration of keys and values that take as much memory as the rows.
+    """A configuration of keys and values that take as much memory as the rows. transformers sizes the cache by it.
 
-    Each of its "layers" is a part of the rows: one head of keys and one of values per token. transformers sizes the
-    cache by it. How a block is divided among the real layers is decided here.
+    Each of its "layers" is a part of the rows: one head of keys and one head of values per token. `PagedLatentCache`
+    decides how a block is divided among the real layers.
     """
     parts = [width for width in _widths(rows) if width]
     part = math.gcd(*parts)
@@ -164,7 +165,7 @@ def _widths(rows: Mapping[int, Row]) -> list[int]:
 
 @contextmanager
 def caching(layers: Mapping[int, Any]) -> Iterator[None]:
-    """A context in which `make` makes a cache for these absorbed attention modules; without any, transformers' own."""
+    """A context in which `make` makes a cache for these absorbed modules, or transformers' cache if there are none."""
     token = _layers.set(layers)
     try:
         yield
@@ -207,7 +208,7 @@ def enter(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     mask = kwargs.get("attention_mask")
     if mask is None or pattern_of(mask) is not None:
         kwargs["attention_mask"] = _unread
-    if not _has_cache(type(module)):  # transformers 5.23, whose layers would leave this cache to the attention
+    if not _has_cache(type(module)):  # transformers 5.23 would pass the cache to the attention function instead
         kwargs["past_key_values"] = kwargs.pop("cache")
     return args, kwargs
 
@@ -218,7 +219,7 @@ def _has_cache(kind: type) -> bool:
 
 
 def select(indexer: Any, q: torch.Tensor, weights: torch.Tensor, held: Held) -> torch.Tensor:
-    """The slots [1, T, N] of the keys that each new token attends to, -1 for none; its own key is already written."""
+    """The slots [1, T, N] to which each new token attends, padded with -1. The new keys are already in the cache."""
     note(indexer, "indexer_topk")
     step, tokens = held.step, q.shape[1]
     positions = indexer_topk(
@@ -233,10 +234,10 @@ def select(indexer: Any, q: torch.Tensor, weights: torch.Tensor, held: Held) -> 
 
 
 def attend(module: Any, q: torch.Tensor, held: Held, indices: torch.Tensor | None, settings: Any) -> torch.Tensor:
-    """One step of a layer: the result [1, T, H, L] of absorbed queries [1, T, H, L + R], over all latents or by lists.
+    """The attention [1, T, H, L] of absorbed queries [1, T, H, L + R] to all latents, or to those in lists.
 
     Raises:
-        Unsupported: nobody has written the layer's latents, or it has lists of keys beside a window.
+        Unsupported: no layer has written the latents that this layer reads, or it has both lists of keys and a window.
     """
     step, kind = held.step, type(module).__name__
     if held.source not in step.written:

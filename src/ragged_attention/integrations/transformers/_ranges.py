@@ -14,7 +14,7 @@ BLOCK = 2**24  # maximum number of mask elements read at once, which bounds the 
 
 
 def blocks(rows: int, q_len: int, kv_len: int) -> Iterator[slice]:
-    """Slices of a mask's queries, none of which has more than `BLOCK` numbers unless it is a single query."""
+    """Yield slices of a mask's queries. A slice has at most `BLOCK` elements, unless it is a single query."""
     step = max(1, BLOCK // max(1, rows * kv_len))
     for first in range(0, q_len, step):
         yield slice(first, min(q_len, first + step))
@@ -23,7 +23,7 @@ def blocks(rows: int, q_len: int, kv_len: int) -> Iterator[slice]:
 def ranges_of(parts: Iterable[torch.Tensor]) -> torch.Tensor | None:
     """The ranges int32 [B, L_q, R, 2] of bool masks [B, queries, L_k], or None if a query has too many runs of keys.
 
-    R is the most that a query needs, at least 1; the ranges of a query that needs fewer end with empty ones.
+    R is the maximum number of runs of a query, at least 1. Queries with fewer runs get empty ranges at the end.
     """
     made = []
     for part in parts:
@@ -32,13 +32,13 @@ def ranges_of(parts: Iterable[torch.Tensor]) -> torch.Tensor | None:
             return None
         made.append(ranges)
     needed = max(ranges.shape[2] for ranges in made)
-    return torch.cat([torch.nn.functional.pad(each, (0, 0, 0, needed - each.shape[2])) for each in made], 1)
+    return torch.cat([torch.nn.functional.pad(ranges, (0, 0, 0, needed - ranges.shape[2])) for ranges in made], 1)
 
 
 def _runs(sees: torch.Tensor) -> torch.Tensor | None:
     ended = torch.nn.functional.pad(sees.flatten(0, 1), (1, 1))
     row, place = (ended[:, 1:] != ended[:, :-1]).nonzero(as_tuple=True)
-    row, place = row[::2], place.view(-1, 2)  # each row alternates begins and ends of runs
+    row, place = row[::2], place.view(-1, 2)  # in each row, begins and ends of runs alternate
     counts = torch.bincount(row, minlength=ended.shape[0])
     needed = max(1, int(counts.max())) if row.numel() else 1
     if needed > MAX_KEY_RANGES:
@@ -50,9 +50,9 @@ def _runs(sees: torch.Tensor) -> torch.Tensor | None:
 
 
 def shown_by(ranges: torch.Tensor, kv_len: int) -> torch.Tensor:
-    """Ranges [B, L_q, R, 2] as a mask, bool [B, L_q, kv_len]."""
+    """The mask of ranges [B, L_q, R, 2], bool [B, L_q, kv_len]."""
     key = torch.arange(kv_len, device=ranges.device)
     sees = torch.zeros(*ranges.shape[:2], kv_len, dtype=torch.bool, device=ranges.device)
-    for begin, end in (each.unbind(-1) for each in ranges.unbind(2)):  # one at a time bounds the memory
+    for begin, end in (edges.unbind(-1) for edges in ranges.unbind(2)):  # one range at a time bounds memory
         sees = sees | ((key >= begin[..., None]) & (key < end[..., None]))
     return sees

@@ -1,9 +1,9 @@
-"""Selected blocks of keys of grouped-query attention: MiniMax M3's indexer, and that of Qwen4 (QSA).
+"""Selected blocks of keys for grouped-query attention: the indexers of MiniMax M3 and of Qwen4 (QSA).
 
 An indexer of transformers selects from a whole row of the batch at once, in blocks that begin at multiples of the block
-size in that row, and stores the scores of all keys. Here it only computes its queries and keys. The attention layer
-knows the sequences in the row and their padding. It lays out the indexer's queries and keys like its own, and selects
-blocks within each sequence. So the selection for a prompt does not depend on its place in the row.
+size in that row, and stores the scores of all keys. Here, an indexer only computes its queries and keys. The attention
+layer, which knows the sequences in the row and their padding, packs the indexer's queries and keys like its own, and
+selects blocks within each sequence. So the selection for a prompt does not depend on its place in the row.
 """
 
 import sys
@@ -31,7 +31,7 @@ class Selection(ABC):
 
     @abstractmethod
     def lists(self, laid: Laid, kv_heads: int) -> dict[str, Any]:
-        """The arguments `selected` and `block_size` of our operations, for queries and keys laid out as `laid` says."""
+        """The arguments `selected` and `block_size` of our operations, for queries and keys in the layout `laid`."""
 
     def why_not(self, pattern: Pattern, kv_heads: int, q_len: int) -> str | None:
         """Why no lists can be made for an attention, or None if they can."""
@@ -43,7 +43,7 @@ class Selection(ABC):
 
 
 def takes(pattern: Pattern, q_len: int) -> bool:
-    """Whether the keys that each query sees are those before it in its sequence, from which an indexer selects."""
+    """Whether each query sees all keys up to its own in its sequence, because indexers select from these keys."""
     others = pattern.window, pattern.ranges, pattern.blind
     return (pattern.causal or q_len == 1) and all(each is None for each in others)
 
@@ -54,7 +54,7 @@ def unsupported(module: Any, reason: str) -> Unsupported:
 
 
 class Seen(NamedTuple):
-    """The sequence of each packed query, and the number of keys that it sees there, int32 [T] each."""
+    """The sequence of each packed query, and the number of keys that it sees in this sequence, int32 [T] each."""
 
     sequence: torch.Tensor
     keys: torch.Tensor
@@ -64,8 +64,8 @@ def _seen(laid: Laid, tokens: int) -> Seen:
     q_edges, kv_edges = laid.edges
     token = torch.arange(tokens, dtype=torch.int32, device=q_edges.device)
     sequence = torch.bucketize(token, q_edges[1:], right=True).clamp(max=q_edges.shape[0] - 2)
-    behind = q_edges[sequence + 1] - 1 - token
-    return Seen(sequence, kv_edges.diff()[sequence] - behind)
+    later = q_edges[sequence + 1] - 1 - token
+    return Seen(sequence, kv_edges.diff()[sequence] - later)
 
 
 def _aligned(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,7 +81,7 @@ def _rotary(indexer: Any) -> Any:
 
 
 class Blocks(Selection):
-    """The selection of the blocks with the largest product of an index query and a key, and of local blocks.
+    """The selection of the blocks that have the largest products of an index query and a key, and of local blocks.
 
     queries, keys: [B, H_i, L_q, D] and [B, 1, L_k, D].
     """
@@ -131,7 +131,8 @@ def _blocks(indexer: Any, hidden_states: torch.Tensor, position_embeddings: Any,
 class Groups(Selection):
     """The selection of groups of neighbouring keys by their means, and of a query's last, incomplete group.
 
-    The model treats it as a mask of selected keys, so it supports inversion and `masked_fill` of a mask of ours.
+    The model treats an instance as a mask of selected keys. So instances can be inverted, and can be the mask argument
+    of `masked_fill` of one of our masks.
 
     queries, keys: [B, H_i, L_q, D], and [B, 1, L_k, D] before any norm.
     positions: cosines and sines [B, 1, L_k, R] of the keys.
@@ -171,7 +172,7 @@ class Groups(Selection):
             _aligned(q), _aligned(keys), torch.ones(q.shape[:2], device=q.device), min(self.indexer.block_topk, most),
             starts=starts, stops=starts + complete, relative=True, max_keys=most,
         )  # fmt: skip
-        # The last group is incomplete. If no key is left over, all of its keys are hidden.
+        # Add the last, incomplete group. If it has no visible keys, the mask hides all of it.
         groups = torch.cat((groups, complete[:, None]), 1)[:, None]
         if ratio & (ratio - 1) == 0 and ratio <= MAX_BLOCK:
             return {"selected": groups, "block_size": ratio}
@@ -196,7 +197,7 @@ class Groups(Selection):
 
 
 def of_groups(original: Any, ours: str, kind: type) -> Any:
-    """The replacement for `forward` of Qwen4's indexer, of class `kind`. It applies if the mask is one of ours."""
+    """The replacement for `forward` of Qwen4's indexer, of class `kind`. Without a mask of ours, the original runs."""
     del ours
 
     def forward(self: Any, hidden_states: Any, position_embeddings: Any, attention_mask: Any, cache: Any) -> Any:

@@ -10,15 +10,16 @@ from ragged_attention.integrations.transformers._layout import LayerCall
 from ragged_attention.integrations.transformers._masks import Pattern, pattern_of
 from ragged_attention.torch import varlen_attention
 
-Layout = Callable[[torch.Tensor], torch.Tensor]  # [B, H, L, D] as [T, H, D]
+Layout = Callable[[torch.Tensor], torch.Tensor]  # packs [B, H, L, D] as [T, H, D]
 
 
 class Laid(NamedTuple):
-    """The layout of a call as packed sequences; `queries` and `keys` lay out tensors that belong to these.
+    """The layout of a call as packed sequences.
 
-    edges: those of the queries' sequences, and of the keys', int32 [S + 1].
-    longest: no sequence has more keys.
-    order: the original place in the row of each laid-out query, int [B, L_q], or None if the order is unchanged.
+    queries, keys: functions that pack a tensor [B, H, L, D] with an entry for each query, or for each key.
+    edges: the edges of the queries' sequences and of the keys' sequences, int32 [S + 1] each.
+    longest: an upper bound of the number of keys per sequence.
+    order: the original index in its row of each packed query, int [B, L_q], or None if the order is unchanged.
     """
 
     queries: Layout
@@ -29,13 +30,13 @@ class Laid(NamedTuple):
 
 
 def laid_out(call: LayerCall, pattern: Pattern, *, has_bias: bool = False) -> Laid:
-    """The layout of a call. With `has_bias`, positions of queries count like those of keys."""
+    """The layout of a call. With `has_bias` and without causality, query i and key i have the same position."""
     shown = pattern.shown
     return _packed(call, pattern) if shown is None else _without_padding(call, pattern, shown, has_bias)
 
 
 def _packed(call: LayerCall, pattern: Pattern) -> Laid:
-    """The layout of the rows one after another."""
+    """The layout of a call without padding: the rows one after another."""
     (rows, _, q_len, _), kv_len, device = call.query.shape, call.key.shape[2], call.query.device
     if pattern.edges is None:
         edges = _layout.row_edges(rows, q_len, device), _layout.row_edges(rows, kv_len, device)
@@ -54,7 +55,7 @@ def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, has
     """The layout of each row as two sequences, its tokens and its padding, so that shapes do not depend on lengths."""
     rows, _, q_len, _ = call.query.shape
     order, kv_lens = _layout.shown_first(shown)
-    if has_bias and not pattern.causal and q_len > 1:  # a bias counts positions of queries as those of keys
+    if has_bias and not pattern.causal and q_len > 1:  # the bias takes query i to be at the position of key i
         q_order, q_lens = order, kv_lens
     else:
         q_order, q_lens = _layout.queries_first(pattern, shown, q_len)
@@ -76,12 +77,12 @@ def _without_padding(call: LayerCall, pattern: Pattern, shown: torch.Tensor, has
 
 
 def attend(call: LayerCall, pattern: Pattern, settings: dict[str, Any], tables: torch.Tensor | None) -> torch.Tensor:
-    """Attention [B, L_q, H, D_v] over the sequences of a call."""
+    """Attention [B, L_q, H, D_v] of a call, computed over packed sequences."""
     laid = laid_out(call, pattern, has_bias=tables is not None)
     if tables is not None:
         is_shared = tables.shape[0] == tables.shape[2] == 1
-        each = tables[0, :, 0] if is_shared else laid.queries(tables.expand(*call.query.shape[:3], -1))
-        settings = {**settings, "relative_bias": each}
+        bias = tables[0, :, 0] if is_shared else laid.queries(tables.expand(*call.query.shape[:3], -1))
+        settings = {**settings, "relative_bias": bias}
     if call.selection is not None:
         settings = {**settings, **call.selection.lists(laid, call.key.shape[1])}
     sinks = _layout.sinks_of_queries(call)

@@ -1,7 +1,7 @@
-"""Masks that transformers or a model made, read by their numbers as patterns of our operations.
+"""The patterns of masks that transformers or a model made, found by reading the masks' values.
 
-Some models make their own masks, of bool or of numbers to add. If all heads share such a mask, and its numbers only
-hide keys, it is padding or ranges of keys, and has a pattern. Layers share a mask, so it is read once.
+Some models make their own masks, of bool or of numbers to add to logits. If all heads share such a mask, and its values
+only hide keys, it has a pattern: padding, or ranges of keys. A mask is read once for all layers that share it.
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ragged_attention.integrations.transformers._masks import Mask, Pattern, keep_results, pattern_of
 from ragged_attention.integrations.transformers._ranges import blocks, ranges_of
 
-# By the tensor that owns a mask's memory, and the mask's place in it: (version of the memory, pattern).
+# The version of a mask's memory and the mask's pattern, by the tensor that owns the memory and the place in it.
 _known: Any = WeakTensorKeyDictionary()
-HIDDEN = -1e8  # a key with this or less, such as -1e9, has no weight beside one with 0
-PLACES = 16  # maximum entries per tensor, since a mask for all lengths is sliced in every step
+HIDDEN = -1e8  # a key with this number or less, such as -1e9, has no weight if another key has 0
+PLACES = 16  # maximum entries per tensor, because a mask for all lengths is sliced anew in every step
 
 
 def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | None:
@@ -29,7 +29,7 @@ def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> P
         return None
     if isinstance(mask, Mask):
         mask = mask.numbers()
-    if mask.is_inference():  # its writes are not counted
+    if mask.is_inference():  # such a tensor has no counter of writes
         return _pattern(mask, size)
     base = mask if mask._base is None else mask._base
     place = size, mask.storage_offset(), tuple(mask.shape), mask.stride(), mask.dtype
@@ -42,7 +42,7 @@ def pattern_of_numbers(mask: torch.Tensor, size: tuple[int, int, int, int]) -> P
 
 
 def is_by_numbers(mask: Any) -> bool:
-    """Whether a mask is known only by its numbers."""
+    """Whether a mask has only numbers, and no pattern."""
     return mask is not None and pattern_of(mask) is None
 
 
@@ -78,9 +78,9 @@ def _pattern(mask: torch.Tensor, size: tuple[int, int, int, int]) -> Pattern | N
 def _read(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
     """The keys that some queries see, bool [B, queries, L_k], and whether each query is blind, bool [B, queries].
 
-    A query whose keys are all hidden by finite numbers is blind: added to logits, such small numbers leave nothing of
-    them, so the query gives equal weight to the keys with the largest number. The result is None if the mask differs
-    between heads or does more than hide keys, such as a row of -1e9 alone.
+    A query whose keys are all hidden by finite numbers is blind. Such numbers are so large that rounding removes the
+    logits from the sum, so the query gives equal weight to the keys with the largest number. The result is None if the
+    mask differs between heads or does more than hide keys. A row of -1e9 alone does more.
     """
     if mask.shape[1] > 1 and not bool((mask == mask[:, :1]).all()):
         return None
