@@ -2,7 +2,7 @@
 
 Numba's own code counts references to objects, passes exceptions on, checks each divisor and each step of a range, and
 computes the length of a range before its loop. That is more than half of all code: Python would have to write it, and
-LLVM to read and remove it. Kernels have no objects and raise nothing; a divisor or a step of 0 is a fault of the
+LLVM to read and remove it. Kernels have no objects and raise nothing; a divisor or a step of 0 is a bug in the
 kernel.
 """
 
@@ -28,7 +28,7 @@ COMPARISONS = {
 
 
 def _extreme(symbol: str) -> Any:
-    """An intrinsic that returns the second of two numbers if it is less or greater than the first, else the first."""
+    """An intrinsic for the minimum ("<") or maximum (">") of two numbers; the first number if one of them is NaN."""
 
     @intrinsic
     def extreme(context: Any, a: Any, b: Any) -> Any:
@@ -52,7 +52,7 @@ def replace_builtins(function: Any) -> None:
     for block in function.blocks.values():
         for value in (assignment.value for assignment in block.find_insts(ir.Assign)):
             if isinstance(value, ir.Global):
-                value.value = next((own for builtin, own in BUILTINS if value.value is builtin), value.value)
+                value.value = next((code for builtin, code in BUILTINS if value.value is builtin), value.value)
 
 
 def quotient_and_remainder(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def quotient_and_remainder(builder: Any, a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def operate(builder: Any, op: Any, a: Any, b: Any) -> Any:
-    """The result of an operator between two int64, or None if it is not known here."""
+    """The result of an operator between two int64, or None if this module has no code for it."""
     if op in COMPARISONS:
         return builder.icmp_signed(COMPARISONS[op], a, b)
     if op in (operator.floordiv, operator.mod):
@@ -79,7 +79,7 @@ def operate(builder: Any, op: Any, a: Any, b: Any) -> Any:
 
 
 def structure(builder: Any, kind: Any, *members: Any) -> Any:
-    """A structure with the given members; the last ones may be missing."""
+    """A structure with the given members; members at the end may be missing."""
     value = Constant(kind, Undefined)
     for index, member in enumerate(members):
         value = builder.insert_value(value, member, index)
@@ -121,21 +121,21 @@ class PartLower(Lower):
     def lower_expr(self, resty: Any, expr: Any) -> Any:
         if expr.op in ("pair_first", "pair_second"):
             return self.builder.extract_value(self.loadvar(expr.value.name), int(expr.op == "pair_second"))
-        if self.generator_info is None:  # a generator keeps its variables differently
+        if self.generator_info is None:  # in a generator, variables on the stack would not survive a yield
             if resty is types.range_iter64_type:
                 return self._begin_range(resty, self.loadvar(expr.value.name))
             if expr.op == "iternext" and self.typeof(expr.value.name) is types.range_iter64_type:
-                return self._go_on(resty, self.loadvar(expr.value.name))
+                return self._next_in_range(resty, self.loadvar(expr.value.name))
         return super().lower_expr(resty, expr)
 
     def _begin_range(self, kind: Any, value: Any) -> Any:
-        """An iterator over a range: the place of its next number, the first number outside it, and the step."""
+        """An iterator over a range: the address of its next number, the first number outside it, and the step."""
         start, stop, step = (self.builder.extract_value(value, index) for index in range(3))
         place = cgutils.alloca_once(self.builder, I64)
         self.builder.store(start, place)
         return structure(self.builder, self.context.get_value_type(kind), place, stop, step)
 
-    def _go_on(self, kind: Any, iterator: Any) -> Any:
+    def _next_in_range(self, kind: Any, iterator: Any) -> Any:
         """The next number of a range, and whether there is one."""
         builder = self.builder
         place, stop, step = (builder.extract_value(iterator, index) for index in range(3))
@@ -147,7 +147,7 @@ class PartLower(Lower):
 
 
 class PartCall:
-    """The code that calls a part, which raises nothing; Numba asks for `signature` and `libs`."""
+    """A callable that emits the call of a part, which raises nothing. Numba reads `signature` and `libs`."""
 
     def __init__(self, part: Any, library: Any) -> None:
         self.part, self.signature, self.libs = part, part.argtypes, (library,)

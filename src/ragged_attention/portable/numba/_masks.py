@@ -1,11 +1,12 @@
 """The keys that a query sees under ranges of keys: the interface between masks and the CPU kernels.
 
-A kernel uses it to find out how many keys a block of queries sees (`divide_spans`), where the next of them lie
-(`seen_from`), which keys in between no query sees (`drop_unseen`), and which keys one query does not see (`bounds_of`,
-`hide_gaps`). A gradient loops over keys and finds out which queries see them (`tokens_seeing`).
+For a block of queries, a kernel needs the number of keys that the block sees (`divide_spans`), the next span of such
+keys (`seen_from`), the keys of this span that no query of the block sees (`drop_unseen`), and the keys that a single
+query does not see (`bounds_of`, `hide_gaps`). A gradient loops over keys, and needs the queries that see them
+(`tokens_seeing`).
 
-All answers come from the call's ranges, i32 [T, R, 2], clamped to the keys of the query's sequence. The ranges of a
-query may be in any order. Without ranges, all keys of a unit are one span.
+All results are computed from the call's ranges, i32 [T, R, 2], clamped to the keys of the query's sequence. The ranges
+of a query may be in any order. Without ranges, all keys of a unit are one span.
 """
 
 from numba.core import types
@@ -39,8 +40,8 @@ def bounds_of(call, token, kv_len):
 def next_span(call, first, last, kv_len, position, gap):
     """The next span of keys, from `position` on, that query tokens of [first, last) see: (begin, end, `whole`).
 
-    It ends where none of them sees the next `gap` keys. If `whole`, some token sees each of its keys; otherwise there
-    may be gaps. Begin and end are `kv_len` if there are no more keys that a token sees.
+    The span ends where none of these tokens sees the next `gap` keys. If `whole`, each key of the span is seen by some
+    token; otherwise the span may have gaps. Begin and end are `kv_len` if there are no more keys that a token sees.
     """
     start, stop, span = first * call.num_ranges, last * call.num_ranges, kv_len
     for index in range(start, stop):
@@ -88,7 +89,7 @@ def position_of(call, first, last, kv_len, number):
 def divide_spans(call, units, seq, token, first, last, first_token, last_token, kv_len, max_splits):
     """`add_splits`, or `add_segments`, for rows whose query tokens [first_token, last_token) see keys by ranges.
 
-    Only the keys that they see count.
+    Keys that none of these tokens sees do not count.
     """
     listed, keys = call.num_units, count_keys(call, first_token, last_token, kv_len)
     if call.segment_kv:
@@ -109,7 +110,7 @@ def divide_spans(call, units, seq, token, first, last, first_token, last_token, 
 
 @inlined
 def seen_between(call, token, stop, kv_len):
-    """The range of keys outside which a query token sees none; query `stop` - 1 is at position `kv_len` - 1."""
+    """A range with all keys that a query token sees; query token `stop` - 1 is at position `kv_len` - 1."""
     position = kv_len - stop + token
     left = position - call.sliding_window + 1 if call.sliding_window else 0
     right = min(position + 1, kv_len) if call.causal and not call.drafted else kv_len
@@ -120,8 +121,9 @@ def seen_between(call, token, stop, kv_len):
 def seen_from(call, tokens, kv_len, position, high):
     """The next span, from `position` on and before `high`, of keys that a unit's `tokens` see (see `next_span`).
 
-    Within segments, a span is a tile of keys, whose first key is a multiple of `block_kv` keys after the segment's
-    first key. So the keys in a tile do not depend on the keys that the tokens see, and some of them may be unseen.
+    If the call has segments, a span is one tile of keys. Its first key is a multiple of `block_kv` keys after the
+    segment's first key. So the keys in a tile do not depend on what the tokens see, and a tile can have keys that no
+    token sees.
     """
     begin, end, whole = position, high, True
     if call.key_ranges:
@@ -134,9 +136,10 @@ def seen_from(call, tokens, kv_len, position, high):
 
 @branch("key_ranges", result=types.int64)
 def drop_unseen(call, tile, first_token, last_token, kv_len, first, count):
-    """Treat those of the next `count` keys, from position `first` on, that no query token of a range sees as missing.
+    """Treat keys that no query token of [first_token, last_token) sees as missing; returns the number of such keys.
 
-    So they are not read, and a NaN in them does not reach the results. Returns their number.
+    The keys are the next `count` keys, from position `first` on. Missing keys are not read, so a NaN in them does not
+    reach the results.
     """
     holes, position, stop = 0, first, first + count
     while position < stop:
@@ -151,16 +154,17 @@ def drop_unseen(call, tile, first_token, last_token, kv_len, first, count):
 
 @branch("num_ranges")
 def hide_gaps(call, tile, token, offset, rows, group, kv_len, first, count):
-    """Hide keys between the ranges of a row's query token; `count` keys, from position `first` on, have logits.
+    """Hide keys in the gaps between the ranges of each row's query token.
 
-    `group` rows belong to one token; the tile's first row is row `offset` of those of `token` and the following ones.
+    The logits are those of `count` keys, from position `first` on. Each token has `group` rows. The tile's first row is
+    row `offset`, counted from the first row of `token`.
     """
     row = 0
     while row < rows:
-        own, next_row = token + (offset + row) // group, min(row + group - (offset + row) % group, rows)
+        query, next_row = token + (offset + row) // group, min(row + group - (offset + row) % group, rows)
         position, stop = max(int_at(tile.left, row), first), min(int_at(tile.right, row), first + count)
         while position < stop:
-            begin, end, _ = next_span(call, own, own + 1, kv_len, position, 1)
+            begin, end, _ = next_span(call, query, query + 1, kv_len, position, 1)
             for hidden in range(row, next_row if begin > position else row):
                 fill(tile.s + 4 * hidden * tile.s_width, position - first, min(begin, stop) - first, NOTHING)
             position = end
@@ -196,8 +200,8 @@ def list_bounds(call, start, stop, kv_len, bounds):
     """List, at the address `bounds`, the bounds of the keys that each group of BOUND tokens of [start, stop) sees."""
     for token in range(start, stop, BOUND):
         left, right = kv_len, 0
-        for own in range(token, min(token + BOUND, stop)):
-            low, high = bounds_of(call, own, kv_len)
+        for query in range(token, min(token + BOUND, stop)):
+            low, high = bounds_of(call, query, kv_len)
             if low < high:
                 left, right = min(left, low), max(right, high)
         place = 2 * ((token - start) // BOUND)
@@ -225,7 +229,7 @@ def tokens_seeing(call, start, stop, kv_len, bounds, begin, end):
     for token in range(start, stop, BOUND):
         place = 2 * ((token - start) // BOUND)
         if int_at(bounds, place) < end and begin < int_at(bounds, place + 1):
-            for own in range(token, min(token + BOUND, stop)):
-                if sees(call, own, own + 1, kv_len, begin, end):
-                    first, last = min(first, own), own + 1
+            for query in range(token, min(token + BOUND, stop)):
+                if sees(call, query, query + 1, kv_len, begin, end):
+                    first, last = min(first, query), query + 1
     return min(first, last), last

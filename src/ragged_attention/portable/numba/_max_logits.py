@@ -1,7 +1,7 @@
-"""The largest logit of each query head in a call, before the soft cap and biases: branches of both attention kernels.
+"""The largest logit of each query head in a call, before the soft cap and biases: branches of `_paged` and `_latent`.
 
-All programs share one float32 for each head, which an atomic maximum raises. A maximum is exact, so the result depends
-neither on their order nor on the number of threads.
+All programs share one float32 for each head, which an atomic maximum raises. A maximum is exact, so the result
+depends neither on the order of programs nor on the number of threads.
 """
 
 from ragged_attention.portable.numba._branches import branch
@@ -25,7 +25,7 @@ from ragged_attention.portable.numba._vectors import (
 
 @inlined
 def clear_largest(call):
-    """Begin with no logits."""
+    """Set the largest logit of each head to NOTHING, as if there were no keys."""
     if call.head_max_logits:
         fill(call.head_max_logits, 0, call.num_q_heads, NOTHING)
 
@@ -51,10 +51,10 @@ def largest_of_row(tile, row, first, count):
 
 @branch("return_max_logits")
 def keep_largest(call, tile, head, offset, rows, group, first, count, holes):
-    """Raise the largest logits of the call to those of `count` keys, from position `first` on; then cap the logits.
+    """Update the call's largest logits with those of `count` keys, from position `first` on; then cap these.
 
-    Hidden logits within a row's bounds are NOTHING already, except those of missing keys if there are `holes`. The
-    tile's first row is row `offset` of those of a query token.
+    Hidden logits within a row's bounds are NOTHING already, except those of missing keys if there are `holes`. Each
+    query token has `group` rows. The tile's first row is row `offset`, counted from the first row of a token.
     """
     if holes:
         for key in range(count):

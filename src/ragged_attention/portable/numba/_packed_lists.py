@@ -16,9 +16,9 @@ from ragged_attention.portable.numba._vectors import LANES, add_row, compiled, i
 
 @compiled
 def read_named(call, tile, head, named, base, first, stop, packed):
-    """Read the keys of [first, stop) that any query names into the rows of their distances from `first`.
+    """Read the keys of [first, stop) that any query names: the key at position p becomes the tile's row p - `first`.
 
-    `base` is the first block of the table `named`, and `packed` the row of the sequence's first key.
+    `base` is the first block of the table `named`, and `packed` is the row of the sequence's first key.
     """
     begin = _selected.next_key(call, named, base, first, stop)
     while begin < stop:
@@ -87,9 +87,9 @@ def add_own_gradients(call, tile, rows, count, dq):
 
 @compiled
 def attend_to_blocks_backward(call, tile, unit, head, dq, named):
-    """`attend_backward` for a call with lists of blocks; `named` has room for a table (`_selected`).
+    """`attend_backward` for a call with lists of blocks; `named` is memory for a table (see `_selected`).
 
-    Each token visits the keys of a tile that it names and sees, so the time follows the lists.
+    Each token visits only those keys of a tile that it names and sees, so short lists save time.
     """
     seq, size, at_once = unit.seq, call.block_size, _selected.blocks_at_once(call)
     start, stop = queries_of(call, seq)

@@ -26,7 +26,7 @@ def read_keys(call, tile, head, first, key, count):
 
 @inlined
 def seen_between(call, token, stop, kv_len):
-    """The range of keys outside which a query token sees none; query `stop` - 1 is at position `kv_len` - 1."""
+    """A range with all keys that a query token sees; query token `stop` - 1 is at position `kv_len` - 1."""
     position = kv_len - stop + token
     left = max(position - call.sliding_window + 1, 0) if call.sliding_window else 0
     right = min(position + 1, kv_len) if call.causal else kv_len
@@ -48,9 +48,9 @@ def read_token(call, tile, row, token, head, position, left, right):
             offset = token * call.bias_stride + q_head * call.bias_width
             set_int(tile.tables, row, call.relative_bias + 4 * offset)
             if call.has_d_relative_bias:
-                own = call.d_relative_bias + 4 * offset
+                table = call.d_relative_bias + 4 * offset
                 sums = tile.sums + 4 * (q_head - head * group) * tile.sums_stride
-                set_int(tile.d_tables, row, own if call.bias_stride else sums)
+                set_int(tile.d_tables, row, table if call.bias_stride else sums)
         set_int(tile.positions, row, position)
         row += 1
 

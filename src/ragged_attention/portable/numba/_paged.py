@@ -1,13 +1,15 @@
-"""Attention over K and V, in pages of any layout or packed: the kernel of four operations.
+"""Attention over K and V, in pages of any layout or packed.
+
+This is the kernel of `ragged_paged_attention`, `paged_attention`, `prefill_attention` and `varlen_attention`.
 
 Packed keys are treated as pages of one key each; the index of a page is the row of its key.
 
 A *block* is a range of consecutive queries of a sequence. The query heads that share a KV head are rows of one tile, so
 each K and V is read once for all of them. A *unit* is a block with one split of the keys that it sees: keys that the
 causal mask, the window, the ranges of keys or the lists of blocks of keys hide from the whole block are skipped. A
-program computes one unit for one KV head, or a unit of few rows for several (`_paged_heads`). A block with a large
-share of the work has several splits, and the last of them to finish merges them. How the work is divided depends on the
-shapes, lengths and ranges alone.
+program computes one unit for one KV head or, if the unit has few rows, for several KV heads (`_paged_heads`). A block
+with a large share of the work has several splits, and the last of them to finish merges them. How the work is divided
+depends on the shapes, lengths and ranges alone.
 """
 
 from ragged_attention.portable.numba import _masks, _selected, _splits, _tiles
@@ -176,7 +178,7 @@ def attend(call, tile, unit, head, heads, rows):
 
 @compiled
 def finish(call, tile, unit, head, rows):
-    """Write the results of a block, whose splits are all merged."""
+    """Write the results of a block after all of its splits are merged."""
     group, size = call.num_q_heads // call.num_kv_heads, call.v_head_dim * size_of(call.out_format)
     v_scale = scale_of(call.v_scale, call.v_scale_format, call.v_scale_stride, call.v_scale_number, head)
     for row in range(rows):

@@ -1,12 +1,13 @@
 """Several KV heads in one program, so that memory is read in order: a part of `_paged`'s kernel.
 
-In most layouts, the rows of all KV heads lie side by side for each position. A program of one head would skip the rows
-of the other heads, and their programs would read these when they have left the caches. A core reads scattered pieces at
-half the rate of whole pages. A program of few rows therefore computes several heads for each tile of keys. While it
-multiplies the keys of one head, it prefetches a part of the next tile: all heads of one position after another.
+In most layouts, the rows of all KV heads are contiguous for each position. A program of one head would skip the rows of
+the other heads. When the programs of these heads read them, the rows would no longer be in the caches. A core reads
+scattered pieces at half the rate of whole pages. A program of few rows therefore computes several heads for each tile
+of keys. While it multiplies the keys of one head, it prefetches a part of the next tile, position by position, with the
+rows of all heads.
 
-The number of heads in a program leaves each thread several programs. Each head is computed as by a program of its own,
-so this number changes no bit.
+A program computes so few heads that each thread has several programs. Each head is computed exactly as in a program of
+one head, so the number of heads does not change the results.
 """
 
 from ragged_attention.portable.numba._formats import size_of
@@ -26,12 +27,12 @@ def heads_per_program(num_kv_heads, num_programs, num_threads):
 
 @compiled
 def heads_together(call, num_programs):
-    """The number of KV heads that a program of few rows computes: several only if their rows lie side by side.
+    """The number of KV heads that a program of few rows computes: several only if their rows are contiguous.
 
-    It is 1 with lists of blocks, which differ by head, and in segments, whose state is kept for one head.
+    It is 1 with lists of blocks, which differ by head, and with segments, which keep the state of one head only.
     """
-    side_by_side = call.num_kv_heads * call.k_pages_head_stride <= call.k_pages_slot_stride
-    if call.num_lists or call.segment_kv or not side_by_side:
+    contiguous = call.num_kv_heads * call.k_pages_head_stride <= call.k_pages_slot_stride
+    if call.num_lists or call.segment_kv or not contiguous:
         return 1
     return heads_per_program(call.num_kv_heads, num_programs, call.num_threads)
 
@@ -54,7 +55,10 @@ def list_parts(slots, parts, count, part, heads, step):
 
 @inlined
 def expect_parts(call, tile, part, heads):
-    """Prefetch part `part` of the rows in `slots` and `v_slots`, of `heads` heads, during the next products."""
+    """Let the next products prefetch part `part` of the rows of `heads` heads.
+
+    `slots` and `v_slots` list the first head's rows.
+    """
     k_step, v_step = size_of(call.k_codes) * call.k_pages_head_stride, size_of(call.v_codes) * call.v_pages_head_stride
     list_parts(tile.slots, tile.parts, tile.ahead, part, heads, k_step)
     list_parts(tile.v_slots, tile.v_parts, tile.ahead, part, heads, v_step)

@@ -79,7 +79,7 @@ def page_at(call, seq, number):
 
 @compiled
 def list_next(call, tile, seq, head, first, key, count):
-    """List the addresses of the next keys [key, count) of a tile, from position `first` on.
+    """List the addresses of keys [key, count) of the next tile; key number `key` is at position `first`.
 
     Returns how many of the positions have no page.
     """
@@ -107,9 +107,9 @@ def list_next(call, tile, seq, head, first, key, count):
 
 @branch("k_scales", "v_scales")
 def list_scales(call, tile, seq, head, first, key, count):
-    """List the addresses of the scales of the next keys [key, count), from position `first` on, and prefetch them.
+    """List the addresses of the scales of keys [key, count) of the next tile, and prefetch these scales.
 
-    Those of positions without a page are arbitrary.
+    Key number `key` is at position `first`. The addresses for positions without a page are arbitrary.
     """
     keys, values = keys_of(call), values_of(call)
     size, v_size = size_of(keys.scale_codes), size_of(values.scale_codes)
@@ -132,7 +132,10 @@ def list_scales(call, tile, seq, head, first, key, count):
 
 @compiled
 def sees(call, token, first_new, kv_len, position):
-    """Whether a query token sees a key within the bounds of its masks and of its lists."""
+    """Whether the draft mask and the ranges let a query token see the key at `position`.
+
+    The caller ensures that the key lies within the bounds of what the token sees and, if it has lists, in its lists.
+    """
     if call.drafted and position >= first_new:
         draft = position - first_new
         place = token * call.draft_mask_token_stride + draft

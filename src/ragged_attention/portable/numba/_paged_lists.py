@@ -1,7 +1,8 @@
 """Attention to the keys that lists of blocks name, over K and V in pages or packed: a part of `_paged`'s kernel.
 
 The keys that any token of a unit names are read once, a range of keys at a time, and each token visits its own keys in
-the range. Values and weights that tokens share are float32. Those of a token alone are as in a call without lists.
+the range. Values that several tokens share are float32, and so are their weights. If a unit has a single token, and
+rows have no scales, its values and weights are stored as in a call without lists.
 """
 
 from ragged_attention.portable.numba import _masks, _selected, _tiles
@@ -35,7 +36,7 @@ from ragged_attention.portable.numba._vectors import (
 
 @compiled
 def list_named(call, tile, unit, head, base, position, stop):
-    """List the next keys of [position, stop) that the unit's lists name, from a range of as many keys as a tile holds.
+    """List the next keys of [position, stop) that the unit's lists name; they span at most as many keys as a tile.
 
     `base` is the first block of the tile's table. Returns the first key, the number of keys and the number of those
     that have no page.
@@ -54,13 +55,13 @@ def list_named(call, tile, unit, head, base, position, stop):
 
 @inlined
 def shares_values(call, unit):
-    """Whether values are read once for all tokens of a unit. Values with scales always are."""
+    """Whether values are read once for all tokens of a unit, as values with scales always are."""
     return unit.last - unit.first > 1 or call.listed_scales != 0
 
 
 @branch("listed_scales")
 def read_scaled_key(call, tile, index, source, target):
-    """Read a listed key, if rows of keys or of values have scales."""
+    """Read a listed key of a call in which rows of keys or of values have scales."""
     read_row(keys_of(call), source, int_at(tile.k_scales, index), target, call.head_dim, tile.scratch)
 
 
@@ -72,10 +73,10 @@ def read_scaled_value(call, tile, index, source, target):
 
 @compiled
 def read_named(call, tile, first, count, shared):
-    """Read `count` listed keys and values, and record the address of each at its distance from position `first`.
+    """Read `count` listed keys and values, and list their addresses by position, counted from `first`.
 
-    If tokens share them, even keys that could be multiplied in the cache are copied, so that they lie close together.
-    Values for one token are read later, see `add_values`.
+    If tokens share keys and values (`shared`), even keys that could be multiplied in the cache are copied, so that they
+    are close together in memory. Otherwise, values are read later (see `add_values`).
     """
     in_place, code = reads_in_place(call, tile), call.k_codes
     for index in range(count):
@@ -103,16 +104,19 @@ def read_named(call, tile, first, count, shared):
 
 @compiled
 def list_own(call, tile, unit, token, base, first, stop, holes):
-    """List the keys of [first, stop) that a token sees, from `read_named`; if `holes`, some of them have no page."""
+    """List the keys of [first, stop) that a token names and sees; returns their number.
+
+    `read_named` has listed the addresses of these keys. If `holes`, some of them have no page.
+    """
     (start, end), kv_len, count = queries_of(call, unit.seq), kv_len_of(call, unit.seq), 0
     left, right = _masks.seen_between(call, token, end, kv_len)
     row = tile.named + (token - unit.first + 1) * tile.named_row
     named = _selected.list_marked(call, row, base, max(left, first), min(right, stop), tile.own_positions)
-    each = holes or call.drafted or call.num_ranges > 1
+    is_masked = holes or call.drafted or call.num_ranges > 1
     for index in range(named):
         position = int_at(tile.own_positions, index)
         key = position - first
-        if not each or (int_at(tile.seen, key) and sees(call, token, kv_len - (end - start), kv_len, position)):
+        if not is_masked or (int_at(tile.seen, key) and sees(call, token, kv_len - (end - start), kv_len, position)):
             set_int(tile.own_positions, count, position)
             set_int(tile.own_keys, count, int_at(tile.k_rows, key))
             set_int(tile.own_values, count, int_at(tile.v_rows, key))
@@ -124,12 +128,12 @@ def list_own(call, tile, unit, token, base, first, stop, holes):
 def add_biases(call, tile, unit, head, token, count):
     """Add the biases by distance to the logits of `count` listed keys and a token's rows."""
     group, (_, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
-    own = kv_len_of(call, unit.seq) - stop + token
+    query_position = kv_len_of(call, unit.seq) - stop + token
     for row in range(group):
         q_head = head * group + row
         table = call.relative_bias + 4 * (token * call.bias_stride + q_head * call.bias_width)
         for key in range(count):
-            distance, place = int_at(tile.own_positions, key) - own, row * tile.s_width + key
+            distance, place = int_at(tile.own_positions, key) - query_position, row * tile.s_width + key
             logit = float_at(tile.s, place)
             if call.alibi_slopes:
                 logit += float_at(call.alibi_slopes, q_head) * LOG2E * distance
@@ -140,10 +144,10 @@ def add_biases(call, tile, unit, head, token, count):
 
 @compiled
 def add_values(call, tile, rows, count, shared):
-    """Weigh the `count` listed keys of some rows by their logits, and add the weighted values to the results.
+    """Replace the logits of `count` listed keys by weights, and add the weighted values to the results of `rows` rows.
 
     Values that tokens share are float32, and so are their weights: a pair of bfloat16 would hold two neighbouring keys,
-    of which a token may see one.
+    and a token might see only one of them.
     """
     columns, s_width, values = tile.columns, tile.s_width, tile.own_values
     if shared:
@@ -161,7 +165,10 @@ def add_values(call, tile, rows, count, shared):
 
 @compiled
 def attend_listed(call, tile, unit, head, token, count, factor, ahead):
-    """Attend from a token's rows to the `count` keys that `list_own` has listed; prefetch the next values `ahead`."""
+    """Attend from a token's rows to the `count` keys that `list_own` has listed.
+
+    Meanwhile, prefetch the range `ahead` of the next values.
+    """
     group = call.num_q_heads // call.num_kv_heads
     first, aligned = (token - unit.first) * group, group % ROWS == 0
     if aligned:
@@ -187,7 +194,7 @@ def attend_listed(call, tile, unit, head, token, count, factor, ahead):
 def attend_to_blocks(call, tile, unit, head, low, high):
     """`attend_between` for a call with lists of blocks.
 
-    Keys that any token names are read once for all tokens, each of which then visits its own.
+    Keys that any token names are read once for all tokens. Then each token visits the keys that it names itself.
     """
     factor, size, at_once = factor_of(call, head), call.block_size, _selected.blocks_at_once(call)
     first_block, stop_block = _selected.blocks_of(call, low, high)

@@ -10,7 +10,7 @@ from ragged_attention.portable.numba._vectors import LANES, byte_at, float_at, i
 
 @branch("drafted")
 def hide_undrafted(call, tile, unit, first, count):
-    """Hide from the unit's rows the new tokens that the draft mask excludes.
+    """Hide the keys of new tokens from those of the unit's rows for which the draft mask excludes them.
 
     The value of a token that no row sees is treated as missing, so that a NaN in it does not reach the results.
     """

@@ -27,9 +27,10 @@ def expand_values(call, tile, count):
 
 @branch("k_scales")
 def read_key_factors(call, tile, count):
-    """List the scales of `count` keys as factors of their logits, and the rests of their zero points.
+    """List the scales of `count` keys as factors of their logits, and the rests of their zero points (see `_tiles`).
 
-    A row that sees a key with a wrong scale gets NaN, as from a key that is NaN; other rows hide its logit.
+    If a key's scale or zero point is not finite, its factor is NaN: rows that see the key get NaN, as from a key that
+    is NaN, and other rows hide its logit.
     """
     factors, rests = tile.k_factors, tile.k_rests
     _scaled_rows.read_factors(tile, keys_of(call), tile.sources, tile.k_scales, factors, rests, count, math.nan)
@@ -37,9 +38,9 @@ def read_key_factors(call, tile, count):
 
 @branch("v_scales", result=types.int64)
 def read_value_factors(call, tile, count):
-    """List the scales of `count` values as factors of their weights, and the rests of their zero points.
+    """List the scales of `count` values as factors of their weights, and the rests of their zero points (see `_tiles`).
 
-    Returns how many are wrong; their factors are 0.
+    Returns how many values have a scale or zero point that is not finite; these get the factor 0.
     """
     factors, rests = tile.v_factors, tile.v_rests
     return _scaled_rows.read_factors(tile, values_of(call), tile.v_sources, tile.v_scales, factors, rests, count, 0.0)
@@ -47,9 +48,9 @@ def read_value_factors(call, tile, count):
 
 @branch("v_scales")
 def add_wrong_values(call, tile, unit, rows, first, count):
-    """Add those values of `count` keys that are wrong, and were left out, to the rows that see them.
+    """Add those values of `count` keys that were left out because of their scales to the rows that see them.
 
-    So they do not reach any other row, as NaN times a weight of 0 would.
+    If they were multiplied with all rows, NaN times a weight of 0 would also reach rows that do not see them.
     """
     group, (start, stop) = call.num_q_heads // call.num_kv_heads, queries_of(call, unit.seq)
     values, kv_len = values_of(call), kv_len_of(call, unit.seq)

@@ -35,7 +35,10 @@ from ragged_attention.portable.numba._vectors import compiled, inlined, set_int
 
 @compiled
 def list_seen(call, tile, unit, head, first, stop, whole):
-    """`list_next` for the next keys of a unit that a tile holds; if not `whole`, some of them may be unseen."""
+    """`list_next` for the next keys of a unit, as many as a tile holds.
+
+    If not `whole`, keys that no row of the unit sees are treated as missing.
+    """
     count = min(tile.keys, stop - first)
     before = min(max(unit.low - first, 0), count)  # keys that no row of the unit sees
     for key in range(before):
@@ -65,7 +68,7 @@ def read_keys(call, tile, count):
 
 @inlined
 def read_values(call, tile, count):
-    """Read `count` values; returns how many have scales that might make them infinite or NaN, and so are 0 here."""
+    """Read `count` values; returns whether some were left out because of their scales (see `expand_values`)."""
     values, step = values_of(call), _tiles.PIECE
     if expanded(values):
         _tiles.prefetch_values(tile, 0, tile.ahead)
@@ -85,7 +88,10 @@ def read_values(call, tile, count):
 
 @inlined
 def attend_to_tile(call, tile, unit, head, rows, first, count, holes):
-    """Attend from a unit's rows to the `count` keys that a tile has, from position `first` on; `holes` are missing."""
+    """Attend from a unit's rows to the tile's `count` keys, the first of which is at position `first`.
+
+    `holes` of these keys are missing.
+    """
     group, kv_len, values = call.num_q_heads // call.num_kv_heads, kv_len_of(call, unit.seq), values_of(call)
     keys, factors, wrong = tile.sources if reads_in_place(call, tile) else tile.k_rows, read_keys(call, tile, count), 0
     rests, cap = tile.k_rests if leaves_rests(keys_of(call), tile) else 0, cap_of_products(call)

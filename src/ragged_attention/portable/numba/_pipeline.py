@@ -18,8 +18,8 @@ from numba.core.typed_passes import NativeLowering, NopythonTypeInference
 
 from ragged_attention.portable.numba._lowering import PartCall, PartLower, replace_builtins
 
-# Passes for what the kernels do not contain: contexts, closures, arrays, exceptions, objects that must be deleted,
-# loops over mixed tuples, functions that Numba itself inlines.
+# Numba passes that are left out, because kernels have no contexts, closures, arrays, exceptions, objects that must be
+# deleted, loops over mixed tuples, or functions that Numba itself inlines.
 SPARED = {
     "WithLifting", "RewriteSemanticConstants", "GenericRewrites", "RewriteDynamicRaises", "InlineOverloads",
     "InlineClosureLikes", "InlineInlinables", "MakeFunctionToJitFunction", "FindLiterallyCalls", "LiteralUnroll",
@@ -51,7 +51,7 @@ class Part(JITCodeLibrary):
         self._finalized = True
 
     def _get_module_for_linking(self) -> Any:
-        """The code of this part and all that it calls, for a function that Numba compiles in its own way."""
+        """The code of this part and of all parts that it calls, for a function that Numba's own pipeline compiles."""
         if self._shared_module is None:
             whole = JITCodeLibrary(self._codegen, self.name)
             whole.add_linking_library(self)
@@ -95,7 +95,7 @@ class PartLowering(NativeLowering):
         state.library = Part(state.targetctx.codegen(), state.func_id.func_qualname)
         state.flags.no_compile = state.flags.no_cfunc_wrapper = True
         super().run_pass(state)
-        lowered, never = state["cr"], {}.__getitem__  # Numba asks for a builtin function that Python could call
+        lowered, never = state["cr"], {}.__getitem__  # Numba expects a builtin function that Python could call
         state["cr"] = _LowerResult(lowered.fndesc, lowered.call_helper, cfunc=never, env=lowered.env)
         call = PartCall(lowered.fndesc, state.library)
         state.targetctx._defns[never].append(call, call.signature)

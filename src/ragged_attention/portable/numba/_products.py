@@ -1,4 +1,4 @@
-"""The two matrix products of an attention over tiles, computed ROWS, that is four, rows at a time.
+"""The two matrix products of an attention over tiles. They are computed for ROWS rows, that is four, at a time.
 
 A tile holds float32 or pairs of bfloat16. A *place* is 32 bits, which hold one float32 or one pair; sizes count places.
 A pair holds two columns of a query or key, or two keys of the weights or values.
@@ -56,8 +56,8 @@ def _scores_of(fma):
 
     `fma` adds the products of two vectors of places to a third vector. `k` lists the addresses of the keys, 0 for a
     missing key. Products with missing keys, and with those that pad the keys to a multiple of LANES / 4, are arbitrary.
-    Keys need no transposition: each lane sums some columns, and then the lanes are summed. While a key is multiplied
-    with the first rows, the row at its place in the list `ahead`, of `num_ahead` addresses, is prefetched.
+    Keys need no transposition: each lane sums some columns, and then the lanes are summed. While key i
+    is multiplied with the first ROWS rows, row i of the list `ahead`, which has `num_ahead` addresses, is prefetched.
     """
 
     @compiled
@@ -121,7 +121,10 @@ def _scores_of(fma):
 
 
 def times_number(fma):
-    """A function that adds a place from memory times two vectors to two sums; `fma` is that of `_scores_of`."""
+    """A function that multiplies a place from memory by two vectors and adds the products to two sums.
+
+    `fma` is that of `_scores_of`.
+    """
 
     @inlined
     def add_products(address, index, a, b, sum_a, sum_b):
@@ -174,8 +177,8 @@ def _block_of(add: Any, vectors: int, listed: bool, fresh: bool) -> Any:
                     builder.store(add(builder, weights, value, builder.load(total)), total)
         factors = in_all_lanes(builder, factor)
         for result, total in zip(results, sums, strict=True):
-            found = builder.load(total)
-            store_aligned(builder, builder.fmul(found, factors) if fresh else found, result, 4)
+            final = builder.load(total)
+            store_aligned(builder, builder.fmul(final, factors) if fresh else final, result, 4)
 
     return block
 
@@ -214,9 +217,9 @@ def _parts_of(fresh: bool, keys_per_place: int) -> Any:
 def product_of(add: Any, listed: bool, fresh: bool, vectors: int = WIDE, keys_per_place: int = 1) -> Any:
     """A function for out[rows, columns] += p[rows, keys] @ v[keys, columns]; the arguments are those of `_block_of`.
 
-    `p` has two strides, `v` and `out` have one. Columns are computed some vectors at a time, the last of them two
-    vectors at a time. Keys outside `spans` (see `span_of`) add nothing. If `listed`, the function
-    also takes a list of rows, which it prefetches while it multiplies the first rows, and their number.
+    `p` has two strides, `v` and `out` have one. `vectors` vectors of columns are computed at a time; the columns that
+    remain, two vectors at a time. Keys outside `spans` (see `span_of`) add nothing. If `listed`, the function also
+    takes a list of rows, which it prefetches while it multiplies the first rows, and the length of this list.
     """
     wide_block, block = (_block_of(add, count, listed, fresh) for count in (vectors, COLUMNS // LANES))
     step, part_of = vectors * LANES, _parts_of(fresh, keys_per_place)
@@ -295,13 +298,13 @@ _product_listed, _mix_listed = (product_of(add_product, True, fresh) for fresh i
 
 @inlined
 def product_listed(p, rows_of_v, out, rows, keys, columns, p_row, out_width):
-    """Set out[rows, columns] to p[rows, keys] @ v, of which `rows_of_v` lists the addresses of the rows."""
+    """Set out[rows, columns] to p[rows, keys] @ v[keys, columns]; `rows_of_v` lists the addresses of the rows of v."""
     _product_listed(p, rows_of_v, out, rows, keys, columns, p_row, 1, 0, out_width, np.float32(1), 0, rows_of_v, 0)
 
 
 @inlined
 def mix_listed(p, rows_of_v, out, rows, keys, columns, p_row, out_width, ahead, num_ahead):
-    """`product_listed`, added to `out`; the rows that `ahead` lists, `num_ahead` of them, are prefetched meanwhile."""
+    """Add the product of `product_listed` to `out`; meanwhile prefetch the first `num_ahead` rows in `ahead`."""
     _mix_listed(p, rows_of_v, out, rows, keys, columns, p_row, 1, 0, out_width, np.float32(1), 0, ahead, num_ahead)
 
 

@@ -46,7 +46,8 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-# The divisor of a row's largest magnitude. 224 is less than the largest float8_e4m3fnuz, as in vLLM.
+# The divisor of a row's largest magnitude, by the format of codes. For float8_e4m3fnuz it is 224, as in vLLM, although
+# the largest number of this format is 240.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float8_e4m3fnuz": 224.0}
 LEAST_SCALE, LARGEST_ZERO, LARGEST_E2M1 = np.float32(1e-6), np.float32(32768), np.float32(6)
 NAN = np.float32(np.nan)
@@ -57,7 +58,7 @@ NAN = np.float32(np.nan)
 
 @compiled
 def store_scale(code, target, scale):
-    """Store one scale, or zero point, in a format of scales, with one pattern of bits for NaN."""
+    """Store one scale or zero point in a format of scales; every NaN is stored as the same bits."""
     scale = NAN if scale != scale else scale
     if code == FLOAT32:
         set_float(target, 0, scale)
@@ -78,7 +79,7 @@ def without_nan(builder: Any, a: Any) -> Any:
 
 @inlined
 def half_away(a):
-    """Numbers of magnitude below 2 ** 30 rounded to integers: half is added to their magnitude, then truncated."""
+    """Numbers of magnitude below 2 ** 30 rounded to integers: add half to the magnitude, then truncate."""
     return truncated(a + where_less(a, splat(0.0), splat(-0.5), splat(0.5)))
 
 
@@ -114,7 +115,7 @@ def pack_e2m1(row, target, columns, factor):
 
 @compiled
 def quantize_about_zero(side, row, columns, largest, target, scales):
-    """Codes of 8 bits, with one scale for the row."""
+    """Store 8-bit codes without a zero point, with one scale for the row."""
     high, whole = largest_magnitude(row, columns), up_to(columns, LANES)
     scale = high if high != high else max(high / np.float32(largest), LEAST_SCALE)
     inverse, most = splat(np.float32(1) / scale), np.float32(largest)
@@ -130,7 +131,7 @@ def quantize_about_zero(side, row, columns, largest, target, scales):
 
 @compiled
 def quantize_from_least(side, row, columns, target, scales):
-    """Codes from 0 to 15 about a zero point, with one scale for the row."""
+    """Store codes from 0 to 15 with one scale and one zero point for the row."""
     high, low, whole = load(row, 0), load(row, 0) * splat(-1.0), up_to(columns, LANES)
     for index in range(LANES, whole, LANES):
         each = load(row, index)
@@ -142,7 +143,7 @@ def quantize_from_least(side, row, columns, target, scales):
         if side.zero != MANTISSA:
             scale = max(scale, max(most, negated_least) / LARGEST_ZERO)
     finite = is_finite(scale)
-    point = negated_least / scale + np.float32(0) if finite else np.float32(0)  # the sum is not -0
+    point = negated_least / scale + np.float32(0) if finite else np.float32(0)  # adding 0 turns -0 into 0
     if side.zero == MANTISSA:
         whole_point = np.int64(min(max(point, np.float32(0)), np.float32(15)) + np.float32(0.5))
         stored, point = NAN if scale != scale else scale, np.float32(whole_point)
@@ -162,7 +163,7 @@ def quantize_from_least(side, row, columns, target, scales):
 
 @compiled
 def quantize_by_e4m3(side, row, columns, scale, target, scales):
-    """e2m1 codes, with an e4m3 scale for each block; the stored scales, times `scale`, multiply the codes."""
+    """Store e2m1 codes, with an e4m3 scale for each block. A value is its code times the stored scale times `scale`."""
     for block in range(side.num_scales):
         values, place = row + 4 * block * side.group, scales + block * side.scale_step
         high = largest_magnitude(values, side.group)
@@ -180,7 +181,7 @@ def quantize_by_e4m3(side, row, columns, scale, target, scales):
 
 @compiled
 def quantize_by_powers(side, row, columns, target, scales):
-    """e2m1 or 8-bit codes, with a power of two as the scale of each block."""
+    """Store e2m1 or 8-bit codes, with a power of two as the scale of each block."""
     packed = side.codes == E2M1
     size = side.group // 2 if packed else side.group
     for block in range(side.num_scales):
@@ -190,7 +191,7 @@ def quantize_by_powers(side, row, columns, target, scales):
             set_byte(scales, block * side.scale_step, 255)
             zero(codes, size)
             continue
-        # The largest magnitude is m * 2 ** e. e becomes greater by one if m is at least, or greater than, 1.75.
+        # The largest magnitude is m * 2 ** e. The exponent e is incremented if m >= 1.75 (e2m1) or m > 1.75 (8 bits).
         raised = bits_of_float(high) + (0x200000 if packed else 0x1FFFFF) >> 23
         exponent = min(max(raised - 127 - (2 if packed else 8), -127), 127)
         if (raised == 255) if packed else not is_finite(high):
@@ -206,7 +207,7 @@ def quantize_by_powers(side, row, columns, target, scales):
 @compiled
 def multiply_by_power(values, count, exponent):
     """Multiply floats in whole vectors by 2 ** `exponent`, from -127 to 127."""
-    # 2 ** -127 is subnormal, and might count as 0.
+    # 2 ** -127 is subnormal and might be flushed to 0, so it is applied as two factors.
     first = max(exponent, -126)
     factor, rest = splat(float_of(first + 127 << 23)), splat(np.float32(1) if first == exponent else np.float32(0.5))
     for index in range(0, count, LANES):

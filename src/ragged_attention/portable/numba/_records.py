@@ -48,7 +48,7 @@ def up_to(count, step):
 
 
 class RecordType(types.Record):
-    """The type of a record in compiled functions, with its long description kept, for which Numba asks often."""
+    """The type of a record in compiled functions. It caches its long description, which Numba requests often."""
 
     @functools.cached_property
     def _description(self) -> str:
@@ -156,7 +156,7 @@ def claimed(address):
 
 @compiled
 def programs(address, memory):
-    """Yield a thread's programs, then release its `memory`; yields none if the allocation of `memory` failed."""
+    """Yield a thread's programs, then release its `memory`; yields nothing if `memory` could not be allocated."""
     if memory:
         for index in claimed(address):  # noqa: UP028, Numba has no "yield from"
             yield index
@@ -213,7 +213,7 @@ def run_kernel(record, plan, work, team, num_threads):
 
 
 @functools.cache
-@forking.postponed()  # Python 3.11 makes `ctypes` under a lock
+@forking.postponed()  # `CFunc.ctypes` is a cached property, which takes a lock in Python 3.11
 def runner() -> Any:
     """The compiled `run_kernel`, as a ctypes function."""
     kinds = "int64(int64, int64, int64, int64, int64)"
@@ -238,7 +238,7 @@ on_stack: Any = intrinsic(_on_stack)
 
 @compiled
 def allocate_arena(num_numbers, sizes):
-    """Allocate a record and, after it, a buffer for each of `sizes`, a list (see `on_stack`) of numbers of bytes.
+    """Allocate a record, followed by a buffer for each entry of `sizes`, a list of sizes in bytes (see `on_stack`).
 
     The record has `num_numbers` numbers, then the buffers' addresses. Returns its address, 0 if there is no memory.
     """

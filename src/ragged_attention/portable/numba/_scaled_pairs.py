@@ -1,9 +1,9 @@
 """Pairs of bfloat16 from codes of 4 and 8 bits, with zero points and scales; they need PAIRS.
 
-A power of two for each block of 32 columns needs no multiplication: the product has the number's digits and the sum of
-both exponents. So the exponents of numbers from a table are raised by a *step* for each half of a lane. The table has
-the numbers times the least *usual* power, from which a step leads to another one. Powers are usual if they leave the
-products of finite numbers finite and normal.
+A scale that is a power of two needs no multiplication: it only adds to a number's exponent. A table has all numbers
+times the least *usual* power. Each block of 32 columns has a *step*, which is added to the exponents of the numbers
+from this table, and so replaces the least power by the power of the block. There is a step for each 16-bit half of a
+lane. A power is usual if its products with all finite numbers except 0 are finite and normal.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ _E2M1_PAIRS = np.tile(np.concatenate([_E2M1, _E2M1 | 0x8000]), 2)
 
 
 def _of_table(builder: Any, table: Any, places: Any) -> Any:
-    """Pairs of bfloat16 from a table of 32, an array or a vector; needs PAIRS."""
+    """Pairs of bfloat16 looked up in a table of 32 numbers, which is an array or a vector; needs PAIRS."""
     if not PAIRS:
         return ir.Constant(FLOATS, None)
     entries = ir.Constant(SHORTS_OF_PAIRS, table.tolist()) if isinstance(table, np.ndarray) else table
@@ -62,7 +62,7 @@ def _halves_of_bytes(builder: Any, source: Any, index: Any) -> Any:
 
 @function_of(vector, types.int64, types.int64, types.int64)
 def pairs_of_uint4(builder: Any, source: Any, index: Any, point: Any) -> Any:
-    """Pairs of neighbouring columns of a row, less `point` from 0 to 15; `index` counts bytes. Needs PAIRS."""
+    """Pairs of neighbouring columns of a row, minus `point` from 0 to 15; `index` counts bytes. Needs PAIRS."""
     places = _halves_of_bytes(builder, source, index)
     added = builder.trunc(builder.sub(ir.Constant(point.type, 15), point), I16)
     first = builder.insert_element(ir.Constant(SHORTS_OF_PAIRS, ir.Undefined), added, ir.Constant(ir.IntType(32), 0))
@@ -78,7 +78,7 @@ def pairs_of_e2m1(builder: Any, source: Any, index: Any) -> Any:
 
 @function_of(vector, vector, vector)
 def scaled_pairs(builder: Any, pairs: Any, factors: Any) -> Any:
-    """Pairs of bfloat16, both times the factor of their lane, which must be exact in bfloat16."""
+    """Pairs of bfloat16, multiplied by the factor of their lane; bfloat16 must represent the products exactly."""
     return join(builder, *(builder.fmul(half, factors) for half in halves(builder, pairs)))
 
 
@@ -93,7 +93,7 @@ HALF_TABLE = ir.VectorType(I16, 16)
 
 
 def _products(builder: Any, first: Any, second: Any) -> Any:
-    """A table of the 16 numbers times two scales in e4m3, which are given by their codes."""
+    """A table of 32 products: of the 16 numbers and each of two scales, which are given by their e4m3 codes."""
     name, kind = "products_of_e2m1", ir.ArrayType(HALF_TABLE, len(_PRODUCTS))
     table: Any = builder.module.globals.get(name)
     if table is None:
@@ -134,7 +134,8 @@ def scaled_pair_of_e2m1(builder: Any, first: Any, second: Any, index: Any, scale
 ONE = 127  # the code of 2 ** 0 in e8m0
 LEAST_POWER, MOST_POWER = ONE - 117, ONE + 119  # the codes of the least and greatest usual power, for e4m3 and e2m1
 BYTES = ir.VectorType(I8, LANES)
-# The bits of all numbers times the least power. No step makes the bits of 0 positive, or raises those of NaN.
+# The bfloat16 bits of all numbers times the least power. Steps are added to e4m3 numbers with saturation: 0 is the
+# least 16-bit integer here, so that no step makes it positive, and NaN is the greatest, so that it stays NaN.
 _LEAST_E4M3 = np.where(E4M3_BITS == 0, 0x8000, np.where(E4M3_BITS >= 0x7F80, 0x7FFF, E4M3_BITS - (117 << 7)))
 _LEAST_E2M1 = np.where(_E2M1_PAIRS & 0x7FFF, _E2M1_PAIRS - (117 << 7), _E2M1_PAIRS)
 
@@ -147,7 +148,7 @@ def steps_of(first, second):
 
 @inlined
 def unusual(power):
-    """Negative for the code of a power that is not usual."""
+    """A number that is negative if the power with this code is not usual."""
     return (power - LEAST_POWER) | (MOST_POWER - power)
 
 
@@ -163,7 +164,7 @@ def _raised_e4m3(builder: Any, codes: Any, steps: Any) -> Any:
 
 @function_of(vector, types.int64, types.int64, vector)
 def raised_e4m3(builder: Any, source: Any, index: Any, steps: Any) -> Any:
-    """Pairs of 2 * LANES neighbouring columns of a row."""
+    """Pairs of 2 * LANES neighbouring columns of a row, raised by `steps`."""
     if not PAIRS:
         return ir.Constant(FLOATS, None)
     kind = ir.VectorType(I8, 2 * LANES)
@@ -173,7 +174,7 @@ def raised_e4m3(builder: Any, source: Any, index: Any, steps: Any) -> Any:
 
 @function_of(vector, types.int64, types.int64, types.int64, vector)
 def raised_pair_of_e4m3(builder: Any, first: Any, second: Any, index: Any, steps: Any) -> Any:
-    """Pairs of the same LANES columns of two rows."""
+    """Pairs of the same LANES columns of two rows, raised by `steps`."""
     if not PAIRS:
         return ir.Constant(FLOATS, None)
     rows = [load_aligned(builder, element(builder, row, index, I8), BYTES, 1) for row in (first, second)]
@@ -189,7 +190,7 @@ def least_e2m1(builder: Any, source: Any, index: Any) -> Any:
 
 @function_of(vector, vector, vector)
 def raised(builder: Any, pairs: Any, steps: Any) -> Any:
-    """Pairs of finite numbers, raised by steps."""
+    """Pairs of finite numbers, raised by `steps`."""
     pairs, steps = (builder.bitcast(each, SHORTS_OF_PAIRS) for each in (pairs, steps))
     magnitudes = builder.and_(pairs, constant(SHORTS_OF_PAIRS, 0x7FFF))
     differ = builder.icmp_unsigned("!=", magnitudes, ir.Constant(SHORTS_OF_PAIRS, None))
@@ -203,7 +204,7 @@ def raised_e2m1(source, column, steps):
 
 @inlined
 def both_raised_e4m3(first, second, column, steps):
-    """Two vectors of pairs of the same columns of two rows."""
+    """Two vectors of pairs of the same columns of two rows, raised by `steps`."""
     return raised_pair_of_e4m3(first, second, column, steps), raised_pair_of_e4m3(first, second, column + LANES, steps)
 
 

@@ -1,10 +1,11 @@
-"""Rows of K and V whose scales are stored beside their codes: where the scales lie, and the rows' values.
+"""Rows of K and V that are stored as codes with scales: the addresses of the scales, and the values of the rows.
 
-The host describes the rows of each side, K and V, to a kernel by the record `SIDE`, which has the facts of their
+The host describes the rows of each side, K and V, to a kernel by the record `SIDE`, which has the properties of their
 `KvFormat`; rows without scales are described too. A scale of a whole row is *folded*: it multiplies logits, or weights,
 and the codes stay as they are. The scales of blocks of columns multiply the codes as they are read, and a zero point is
 then subtracted from them. Pairs of bfloat16 hold these products exactly, and also the differences from integer zero
-points. The rest of a zero point, after its nearest integer, is subtracted from logits and results (`_tiles`).
+points. The *rest* of a zero point, its difference from the nearest integer from 0 to 15, is subtracted
+from logits and results (`_tiles`).
 """
 
 from collections.abc import Sequence
@@ -103,7 +104,7 @@ def folded(side):
 
 @inlined
 def expanded(side):
-    """Whether a row's codes become other numbers as they are read: they have scales of blocks, or two lie in a byte."""
+    """Whether codes become other numbers as they are read: they have scales of blocks, or two codes share a byte."""
     return side.group > 0 or side.codes == UINT4
 
 
@@ -112,7 +113,7 @@ def expanded(side):
 
 @inlined
 def scale_at(code, source):
-    """One scale."""
+    """The scale at the address `source`."""
     return float_at(source, 0) if code == FLOAT32 else number_at(code, source, 0)
 
 
@@ -125,8 +126,8 @@ def is_finite(number):
 def load_scales(side, source, scratch):
     """Read a row's scales at the address `source` as floats into `scratch`, which has SCRATCH bytes.
 
-    A scale of a whole row is followed by its zero point. Returns whether these are finite or, for scales of blocks,
-    whether they leave all values finite.
+    A scale of a whole row is followed by its zero point. Returns whether this scale and its zero point are finite or,
+    for scales of blocks, whether they leave all values finite.
     """
     if side.group == 0:
         scale, point = scale_at(side.scale_codes, source), np.float32(0)
@@ -143,7 +144,7 @@ def load_scales(side, source, scratch):
 
 @inlined
 def load_block_scales(side, source, scratch):
-    """Read the scales of a row's blocks, and zeros to fill the last vector; returns the largest magnitudes in lanes."""
+    """Read the scales of a row's blocks, padded to whole vectors; returns the largest magnitudes by lane."""
     if side.scale_step != 1:
         for index in range(side.num_scales):
             set_byte(scratch + CODES_AT, index, byte_at(source, index * side.scale_step))
@@ -161,13 +162,13 @@ def load_block_scales(side, source, scratch):
 
 @inlined
 def blocks_are_finite(high):
-    """Whether no product of a code and a scale may be infinite or NaN; `high` has the magnitudes of the largest."""
+    """Whether all products of codes and scales must be finite; `high` has the largest magnitudes of scales by lane."""
     return largest_of_magnitudes(high) < np.float32(_formats.LARGE)
 
 
 @inlined
 def scale_bytes(side):
-    """The bytes from the first of a row's scales to past its last."""
+    """The number of bytes from the beginning of a row's first scale to the end of its last scale."""
     return (side.num_scales - 1) * side.scale_step + _formats.size_of(side.scale_codes)
 
 
@@ -193,7 +194,7 @@ def widen_uint4(source, target, columns, point, scratch):
 
 @compiled
 def widen_codes(side, source, target, columns, scratch):
-    """Store a row as float32, with its zero point and the scales of blocks, which `load_scales` has read."""
+    """Store a row as float32, and apply the zero point and the scales of blocks that `load_scales` has read."""
     if side.codes == UINT4:
         widen_uint4(source, target, columns, float_at(scratch, 1), scratch + CODES_AT)
     elif side.group == 0:
@@ -227,7 +228,7 @@ def nearest(point):
 
 @inlined
 def point_of(side, source, scratch):
-    """An integer zero point, or the nearest one; and no magnitudes of scales of blocks."""
+    """The integer from 0 to 15 nearest to a zero point, and zeros in place of the magnitudes of scales of blocks."""
     if side.zero == MANTISSA:
         return int32_at(source, 0) & 15, splat(0.0)
     return nearest(scale_at(side.scale_codes, source + side.scale_step)), splat(0.0)
@@ -240,13 +241,13 @@ def uint4_at(side, source, column, point):
 
 @inlined
 def factors_at(side, source, scratch):
-    """The address of the scales of a row's blocks, and the largest magnitudes of vectors of them."""
+    """The address of the float32 scales of a row's blocks, and the scales' largest magnitudes by lane."""
     return scratch, load_block_scales(side, source, scratch)
 
 
 @inlined
 def codes_of(side, source, scratch):
-    """The address of a row's scales as they are stored, and the largest magnitudes of vectors of them."""
+    """The address of a row's scales as they are stored, and the scales' largest magnitudes by lane."""
     return source, load_block_scales(side, source, scratch)
 
 
@@ -261,7 +262,7 @@ def nvfp4_at(side, source, column, scales):
 @inlined
 def key_of_nvfp4(side, source, scales, row):
     step = side.scale_step
-    for block in range(0, side.num_scales, 2):  # the number of blocks is even (`pairs_with`)
+    for block in range(0, side.num_scales, 2):  # the number of blocks is even (`numbers_of_products`)
         first, second = byte_at(scales, block * step), byte_at(scales, (block + 1) * step)
         store(row, block * (LANES // 2), scaled_e2m1(source, block * 8, first, second))
     return True
@@ -269,7 +270,7 @@ def key_of_nvfp4(side, source, scales, row):
 
 @inlined
 def pair_of_nvfp4(side, sources, scales, row):
-    """Write the pairs of two values; returns whether their scales are numbers."""
+    """Write the pairs of two values; returns whether none of their scales is NaN."""
     step, wrong = side.scale_step, 0
     for block in range(side.num_scales):
         first, second = byte_at(scales[0], block * step), byte_at(scales[1], block * step)
@@ -291,10 +292,10 @@ def mxfp8_at(side, source, column, factors):
 def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_pair: Any = None) -> tuple[Any, Any]:
     """Functions that read the keys and the values of a paired tile, whose codes must be expanded.
 
-    `prepare(side, scales, scratch)` reads what belongs to a row: it returns what `pairs_at` needs, and the largest
-    magnitudes of the scales of blocks. `pairs_at(side, source, column, prepared)` returns 2 * LANES columns of a row,
-    from a multiple of that on. `expand_key` and `expand_pair`, if there are any, write the pairs of a key, and of two
-    values, faster, and return whether its scales, or theirs, let them.
+    `prepare(side, scales, scratch)` reads a row's scales. It returns the `prepared` scales for `pairs_at`, and the
+    largest magnitudes of the scales of blocks by lane. `pairs_at(side, source, column, prepared)` returns the pairs of
+    2 * LANES columns of a row, from `column` on, which is a multiple of 2 * LANES. `expand_key` and `expand_pair` are
+    optional. They write the pairs of a key, or of two values, faster, and return False if the scales do not allow it.
     """
     expand_key = expand_key or _cannot
     pair_values = _pairs_of_two_values(prepare, pairs_at, expand_pair or _cannot)
@@ -311,7 +312,7 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
 
     @compiled
     def right_or_zeros(tile, side, key):
-        """The address of a value, or of zeros if it has wrong scales."""
+        """The address of a value, or of zeros if its scales might make it infinite or NaN."""
         source = int_at(tile.v_sources, key)
         _, high = prepare(side, int_at(tile.v_scales, key), tile.scratch)
         return source if blocks_are_finite(high) else tile.zeros
@@ -320,7 +321,7 @@ def _pairs_of_rows(prepare: Any, pairs_at: Any, expand_key: Any = None, expand_p
     def expand_values(tile, side, columns, count):
         high = splat(0.0)
         if count % 2:
-            set_int(tile.v_sources, count, 0)  # the list has room for an even number
+            set_int(tile.v_sources, count, 0)  # the list has memory for an even number of addresses
         for key in range(0, count, 2):
             first, second = int_at(tile.v_sources, key), int_at(tile.v_sources, key + 1)
             first, second = first if first else tile.zeros, second if second else tile.zeros
@@ -342,7 +343,7 @@ def _pairs_of_two_values(prepare: Any, pairs_at: Any, expand_pair: Any) -> Any:
     @compiled
     def pair_values(tile, side, columns, key, first, second):
         """Write the pairs of two values, of which one or both may be zeros; returns the largest of their scales."""
-        # The zeros of a missing value may become other numbers, which a weight of 0 multiplies.
+        # The zeros of a missing value may become other numbers, but its weight is 0.
         scales, others = int_at(tile.v_scales, key), int_at(tile.v_scales, key + 1)
         both, row = first != tile.zeros and second != tile.zeros, tile.v + 2 * key * tile.v_width
         if both and expand_pair(side, (first, second), (scales, others), row):
@@ -377,10 +378,10 @@ def _cannot(side, source, scales, row):
 
 
 def _raised_rows(raised_at: Any, both_raised_at: Any) -> tuple[Any, Any]:
-    """Functions that write the pairs of a key, and of two values, if all of their scales are usual powers of two.
+    """`expand_key` and `expand_pair` of `_pairs_of_rows` for scales that are usual powers of two (`_scaled_pairs`).
 
-    They return whether that is so. `raised_at(source, column, steps)` returns the pairs of a block of a row, and
-    `both_raised_at(first, second, column, steps)` those of the same block of two rows.
+    They return whether all scales are usual. `raised_at(source, column, steps)` returns the pairs of a block of a row,
+    and `both_raised_at(first, second, column, steps)` those of the same block of two rows.
     """
 
     @inlined
@@ -452,8 +453,8 @@ def widen_values(tile, side, columns, count):
 def expand_values(tile, side, columns, count):
     """Read `count` values whose codes must be expanded; returns whether some are wrong.
 
-    A value that is missing, or has scales of blocks that might make it infinite or NaN, becomes zeros, except that a
-    missing one may become any numbers; the others are wrong.
+    A value is *wrong* if its scales of blocks might make it infinite or NaN. A wrong value becomes zeros. A missing
+    value becomes arbitrary numbers.
     """
     if not tile.paired:
         return widen_values(tile, side, columns, count)
@@ -468,7 +469,7 @@ def expand_values(tile, side, columns, count):
 
 @inlined
 def leaves_rests(side, tile):
-    """Whether integers take the place of zero points, so that a row's columns are too great by one number, its rest."""
+    """Whether zero points are rounded to integers, so that all columns of a row are too large by its rest."""
     return side.zero == STORED_ZERO and tile.paired
 
 
@@ -476,7 +477,8 @@ def leaves_rests(side, tile):
 def read_factors(tile, side, sources, scales, factors, rests, count, instead):
     """List the scales of `count` whole rows as factors, and the `rests` of their zero points (see `leaves_rests`).
 
-    Returns how many scales or zero points were not finite. Their factor is `instead`, and their rest 0.
+    Returns how many scales or zero points were not finite. A row with one of these has the factor `instead` and the
+    rest 0.
     """
     zero(factors, 4 * up_to(count, LANES))
     zero(rests, 4 * up_to(count, LANES))

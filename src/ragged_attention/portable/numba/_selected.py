@@ -4,7 +4,7 @@ A program marks the blocks that its query tokens' lists name in a *table* of bit
 then a row for each token, with a bit for each of `blocks_at_once` blocks. So a block that is named twice counts once,
 the order of a list does not matter, and a table is not larger than the lists. A program goes from one range of named
 keys to the next. It reads the keys in the range that any token names, and each token then visits its own keys among
-them. Other masks hold within the blocks.
+them. Within the blocks, the other masks apply too.
 """
 
 from numba.core import types
@@ -22,8 +22,8 @@ SPARE = 8  # words after a row's blocks, see `mark`
 @inlined
 def entries_of(call, token, head):
     """The address of the list that a query token has for a KV head."""
-    own = head if call.num_lists > 1 else 0
-    return call.selected + 4 * (token * call.num_lists + own) * call.num_selected
+    index = head if call.num_lists > 1 else 0
+    return call.selected + 4 * (token * call.num_lists + index) * call.num_selected
 
 
 @inlined
@@ -35,19 +35,19 @@ def blocks_of(call, low, high):
 
 @inlined
 def blocks_at_once(call):
-    """The largest number of blocks in a table: a row takes as many bits as a list, or `MIN_BLOCKS`."""
+    """The largest number of blocks in a table: the number of bits in a list, or MIN_BLOCKS if that is more."""
     return max(up_to(32 * call.num_selected, BITS), MIN_BLOCKS)
 
 
 @inlined
 def row_of(blocks):
-    """The size in bytes of a row of a table of some blocks."""
+    """The size in bytes of a row of a table for `blocks` blocks."""
     return up_to(blocks, BITS) // 8 + 8 * SPARE
 
 
 @inlined
 def table_size(call, tokens, low, high):
-    """The size in bytes of a table of the blocks of the keys [low, high) for a number of tokens."""
+    """The size in bytes of a table for `tokens` tokens and the blocks of the keys [low, high)."""
     first, stop = blocks_of(call, low, high)
     return (tokens + 1) * row_of(min(stop - first, blocks_at_once(call)))
 
@@ -56,7 +56,8 @@ def table_size(call, tokens, low, high):
 def divide_lists(call, units, seq, first, last, low, high):
     """`add_splits`, or `add_segments`, for query tokens [first, last), whose lists name blocks of the keys [low, high).
 
-    The number of splits depends on the most keys that a list can name. Each split has a range of positions.
+    The number of splits depends on the largest number of keys that a list can name. Each split has a range of
+    positions.
     """
     call.named_size = max(call.named_size, table_size(call, last - first, low, high))
     keys = min(high - low, call.num_selected * call.block_size)
@@ -69,7 +70,8 @@ def divide_lists(call, units, seq, first, last, low, high):
 def mark(call, table, first, last, head, base, blocks):
     """Write a table of the blocks of [base, base + `blocks`) that the lists of tokens [first, last) name for a KV head.
 
-    Other entries set bits in the spare words: that is faster than a branch, and several words are faster than one.
+    Entries that name other blocks set bits in SPARE spare words. This is faster than a branch, and several words are
+    faster than a single one.
     """
     row = row_of(blocks)
     spare = row // 8 - SPARE
@@ -86,9 +88,9 @@ def mark(call, table, first, last, head, base, blocks):
 
 @inlined
 def next_block(row, block, stop):
-    """The first block of [block, stop) that a table's row has marked, else `stop`; the table's first block is 0."""
+    """The first block of [block, stop) that a table's row has marked, else `stop`. Block 0 is the table's first."""
     while block < stop:
-        rest = int_at(row, block // BITS) >> block % BITS  # a negative word shifts in ones, after the last block
+        rest = int_at(row, block // BITS) >> block % BITS  # a negative word shifts ones in after its last bit
         if rest:
             return min(block + trailing_zeros(rest), stop)
         block = (block // BITS + 1) * BITS

@@ -24,7 +24,7 @@ from ragged_attention.portable.numba._vectors import (
     zero,
 )
 
-INFINITY = 0x7F800000  # as an integer
+INFINITY = 0x7F800000  # infinity as an `ordered` integer
 LEAST = -INFINITY
 BINS = 2048
 INT32 = np.dtype(np.int32).itemsize
@@ -72,7 +72,7 @@ def fill_bins(values, count, bins, low, high, shift):
 
 @compiled
 def threshold_of(values, count, top_k, bins):
-    """The threshold of the top-k, and how many numbers equal to it are skipped, counted from the first."""
+    """The threshold of the top-k, and how many numbers equal to it are not selected: the first ones of the row."""
     low, high, num_found = bounds_of(values, count)
     if num_found <= top_k:
         return LEAST, count
