@@ -13,9 +13,10 @@ _NATIVE = "ragged_attention.kernels_cuda._native"
 def emulating(mode: str = "eager", seed: int = 0) -> contextlib.AbstractContextManager[None]:
     """A context manager inside which calls with backend="cuda" on CPU arrays run the kernels' own code on the CPU.
 
-    `mode` says when copies and matrix products take effect: "eager" at once, "late" as late as possible, "crossed"
-    copies at once and products late. A nonzero `seed` shuffles the order in which threads run. The emulation is
-    compiled on first use, which takes about a minute and needs g++, the CUTLASS headers and the CUDA headers.
+    `mode` determines when copies and matrix products take effect. "eager": at once. "late": as late as possible.
+    "crossed": copies at once, and products late. A nonzero `seed` shuffles the order in which threads run. The
+    emulation is compiled on first use, which takes about a minute and needs g++, the CUTLASS headers and the CUDA
+    headers.
     """
     return importlib.import_module(_NATIVE).emulating(mode, seed)
 
@@ -32,7 +33,7 @@ def report() -> list[tuple[str, str]]:
 
 
 def missing() -> str | None:
-    """What the kernels lack on this machine, in one sentence, or None. A GPU is not among it."""
+    """What the kernels lack on this machine, in one sentence, or None. A GPU is not required."""
     return importlib.import_module(_NATIVE).why_not()
 
 

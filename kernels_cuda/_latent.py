@@ -1,4 +1,4 @@
-"""Attention over latent rows on Hopper, for `mla_decode` and `sparse_mla_prefill`: limits, KV splits, the native call.
+"""Attention over latent rows on Hopper, for `mla_decode` and `sparse_mla_prefill`: limits, KV splits and native calls.
 
 All attention functions of the C ABI take the same record. They differ in how keys are found and stored. Sparse prefill
 is sparse decode with one token per sequence, and packed rows are pages of one row. A *job* is a set of query rows that
@@ -81,10 +81,10 @@ def cannot_run(call: Call) -> str | None:
 
 
 def why_not_by_default(call: Call, kind: str | None) -> str | None:
-    """Why this backend is not the default for a call; None if the test suite has passed for such calls on its device.
+    """Why this backend is not the default for a call; None if the call's kind is proven on its device and framework.
 
-    `kind` is the result of the operation's `kind_of`, or None if no call of the operation can be proven. A kind is
-    proven for the frameworks with which the suite has passed.
+    A kind of calls is proven if the test suite has passed for it, with this framework on this device. `kind` is the
+    result of the operation's `kind_of`, or None if the operation has no proven kinds.
     """
     entry = _proven(call.OPERATION).get(call.device.name, {}).get(kind or "", {})
     return None if call.device.framework in entry.get("frameworks", ()) else NOT_BY_DEFAULT
@@ -125,7 +125,7 @@ def alignment(form: CacheFormat) -> int:
 
 
 def cache_bytes(call: Attention) -> int:
-    """The size in bytes of the larger cache, if contiguous. The library refuses one whose strides make it too large."""
+    """The size in bytes of the larger cache, as if contiguous. The library checks the strides of caches itself."""
     form, extra = call.kv_format, getattr(call, "extra_kv_cache", None)
     extra_bytes = 0 if extra is None else math.prod(extra.shape) * (1 if form.quantized else 2)
     return max(call.num_slots * call.num_kv_heads * (form.token_bytes or 2 * call.d_qk), extra_bytes)
@@ -229,7 +229,7 @@ def aligned(cache: Any, form: CacheFormat, launch: Any) -> Any:
 
 
 def strides_of(array: Any, launch: Any) -> tuple[int, ...]:
-    """The strides of an array. An axis of size 1, whose stride may be anything, gets the stride of a packed row."""
+    """The strides of an array. An axis of size 1, whose stride is arbitrary, gets the stride of a packed row."""
     shape, strides = array.shape, launch.strides(array)
     if 1 not in shape:
         return strides
@@ -268,7 +268,7 @@ def run(call: Attention, work: Work, tile: Tile, launch: Any, *, max_logits: boo
     """Enqueue the kernels. Returns the results by name."""
     num_seqs, num_q_tokens, num_q_heads, _ = work.q_shape
     schedule, keys, extra = work.schedule, work.keys, work.extra
-    if schedule and not (num_seqs and schedule[0].shape[0]):  # there are no sequences, or no parts
+    if schedule and not (num_seqs and schedule[0].shape[0]):  # without sequences or without parts
         schedule = None
     numbers = _numbers(work, schedule, 1 if schedule else tile.num_splits)
     partials = (numbers["num_partials"], num_q_tokens, num_q_heads)

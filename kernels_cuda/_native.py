@@ -28,7 +28,7 @@ NOT_EMULATING = "runs on sm_90 GPUs, on a CPU inside ragged_attention.kernels_cu
 class Status(NamedTuple):
     """What the library reports about a device."""
 
-    code: int  # 0 if the kernels can run on it
+    code: int  # 0 if the kernels can run on the device
     text: str  # the code in words
     major: int
     minor: int
@@ -49,7 +49,7 @@ def _once(
     opened: Callable[[Path], ctypes.CDLL],
     progress: Progress | None = None,
 ) -> ctypes.CDLL:
-    """The library of `source`, built and opened once per process. A failure is kept too, because building is slow."""
+    """The library of `source`, built and opened once per process. A failure is stored too, because building is slow."""
     if key in _loaded:
         return _loaded[key]
     with forking.postponed(), _lock:

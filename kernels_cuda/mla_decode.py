@@ -13,7 +13,7 @@ FEATURES = frozenset({
 
 
 def kind_of(call: MlaDecode) -> str:
-    """The kind of a call, which depends on static properties alone; `proven/` lists the proven kinds."""
+    """The kind of a call, by its static properties. `proven/` lists the kinds for which the test suite has passed."""
     keys = (
         f"topk={call.topk}{f'+{call.extra_topk}' * bool(call.extra_topk)}"
         if call.sparse

@@ -10,7 +10,7 @@ FEATURES = frozenset({"sm_scale", "d_v", "sinks", "topk_lens", "cache_format", "
 
 
 def kind_of(call: SparseMlaPrefill) -> str:
-    """The kind of a call, which depends on static properties alone; `proven/` lists the proven kinds."""
+    """The kind of a call, by its static properties. `proven/` lists the kinds for which the test suite has passed."""
     return (
         f"heads={call.num_q_heads}/{call.num_kv_heads} d={call.d_qk} cache={call.kv_format.name} "
         f"tokens<={_latent.power_of_2(call.num_tokens)} topk={call.topk}"

@@ -67,7 +67,7 @@ def item_size(array: Any) -> int:
 
 
 def written_dtype(call: Any) -> Any:
-    """The dtype in which a kernel writes `out`: float32 in place of float16, which TPUs lack."""
+    """The dtype in which a kernel writes `out`. float32 replaces float16, which TPUs do not have."""
     wanted = jnp.dtype(call.out_dtype or dtype_name(call.q))
     return jnp.dtype(jnp.float32) if wanted == jnp.float16 else wanted
 
@@ -97,7 +97,7 @@ def product(left: Any, right: Any, left_axis: int = 1, right_axis: int = 0) -> A
 
 
 def in_powers_of_2(count: Any, most: int, do: Callable[[Any, int], None]) -> None:
-    """Call `do(offset, size)` for ranges that cover `range(count)`, `count` <= `most`; each size is a power of two."""
+    """Call `do(offset, size)` for ranges that cover `range(count)`. Sizes are powers of two, and `count` <= `most`."""
     size = next_power_of_2(most + 1) >> 1 if most else 0
     offset = jnp.int32(0)
     while size:

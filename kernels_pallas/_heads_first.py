@@ -1,9 +1,9 @@
 """Functions that the kernels over heads-first pages [K, P, G, D] share: for plans, launches and blocks of pages.
 
 A block is a run of a sequence's pages, fetched into one of two buffers in VMEM, [2, heads, pages, G, D]. The index of a
-buffer, 0 or 1, is called a *slot*. Each page is fetched by one asynchronous copy per operand (K, V, and their scales if
-there are any), for all heads of a grid step together. Each operand has one semaphore per buffer. While one block is
-computed, the next one is fetched, even if it belongs to another sequence, head or grid step.
+buffer, 0 or 1, is called a *slot*. The operands are K, V and, for quantised pages, their scales. Each page is fetched
+by one asynchronous copy per operand, for all heads of a grid step together. Each operand has one semaphore per buffer.
+While a block is computed, the next block is fetched, even if it belongs to another sequence, head or grid step.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ MAX_HEADS = 8  # maximum KV heads per step; `paged_attention` unrolls their code
 MIN_COLUMNS = 128  # blocks with more columns of logits than this shrink before the heads per step are reduced
 DEFAULT_LIMIT = 2**24  # bytes of VMEM that a kernel may use on any TPU without requesting a limit
 BUDGET = DEFAULT_LIMIT * 3 // 4  # maximum bytes of VMEM for a launch's arrays; less if a low limit is requested
-TOP_HALF = -(2**16)  # mask of the bits of a float32 that a bfloat16 has
+TOP_HALF = -(2**16)  # mask of the bits that a float32 and a bfloat16 have in common
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Refs(NamedTuple):
     l_i: Any
     acc: Any
     state: Any  # i32: the current slot, each slot's number of pages in flight, then any numbers that a kernel adds
-    present: Any  # i32 [2, pages], 1 if the page in that place of a slot is valid; None if the kernel does not need it
+    present: Any  # i32 [2, pages], 1 if the page at that offset of a slot is valid; None if not needed
     semaphores: Any
 
     @property
@@ -137,12 +137,12 @@ def largest_plan(
 
 
 def most_heads(own_heads: int, most: int) -> int:
-    """The largest divisor of `own_heads` up to `most`."""
+    """The largest divisor of `own_heads` that is at most `most`."""
     return max(count for count in range(1, most + 1) if own_heads % count == 0)
 
 
 def operands_of(call: Any) -> list[jax.Array]:
-    """K and V, then their scales if there are any. Scales become [K, P, 1, G]: those of a page are a row of lanes."""
+    """K and V, then their scales if pages are quantised. Scales become [K, P, 1, G], one row of lanes for each page."""
     scales = [array.reshape(*array.shape[:2], 1, call.page_size) for array in call.scales if array is not None]
     return [*call.arrays, *scales]
 
@@ -219,7 +219,7 @@ def expect_block(call: Any, name: str, pages: int, used: int) -> None:
 
 
 def vmem_limit(call: Any, asked: int, used: int) -> int | None:
-    """The VMEM limit for the compiler: the requested one, else a higher one than the default if needed, else None."""
+    """The VMEM limit for the compiler: the requested limit, or a higher limit than the default if needed, or None."""
     needed = used * 3 // 2 + 2**22
     return asked or (min(needed, call.device.shared_memory) if needed > DEFAULT_LIMIT else None)
 
@@ -257,7 +257,7 @@ def fetch(
 
 
 def wait(count: Any, slot: Any, operands: Sequence[Operand]) -> None:
-    """Wait for `count` pages of each operand. A semaphore counts bytes, so the first pages can stand for any others."""
+    """Wait for `count` pages of each operand, whichever pages they are: a semaphore only counts bytes."""
 
     def arrived(_: Any, size: int) -> None:
         for operand in operands:
@@ -345,7 +345,7 @@ def weighted_sum(weights: jax.Array, values: jax.Array, split_weights: bool) -> 
     """The product of weights [rows, columns] in float32 and values [columns, D].
 
     If values are bfloat16, weights are rounded to bfloat16. With `split_weights`, each weight becomes two terms: its
-    leading bits and the rounded remainder. That doubles the rows, which takes no more time if there are few.
+    leading bits and the rounded remainder. This doubles the rows, which costs no time if there are few rows.
     """
     if values.dtype == jnp.float32 or not split_weights:
         return product(weights.astype(values.dtype), values)

@@ -84,7 +84,7 @@ def width_of(call: Any) -> int:
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of 8 queries, or fewer if sequences have fewer on average, and blocks of up to 512 keys."""
+    """Tiles of 8 queries, or fewer if sequences have fewer queries on average, and blocks of up to 512 keys."""
     queries = 8
     if call.paged:
         queries = min(next_power_of_2(cdiv(call.num_tokens, max(call.kv_lens.shape[0], 1))), 8)
@@ -292,10 +292,10 @@ def _plan(call: Any, pieces: Pieces, rows: Rows, cores: int) -> Plan:
 
 
 def _lists(plan: Plan, pieces: Pieces, seq: Any, edges: Any) -> Any:
-    """For each block of each tile: its pieces, a mask of the valid ones, and whether to compute the block.
+    """For each block of each tile: its pieces, a mask of the valid pieces, and whether to compute the block.
 
-    Invalid entries fetch different pieces (entry i fetches piece i, modulo the number of pieces), because repeated
-    copies of one piece would be slow.
+    Invalid entries fetch a piece too: entry i fetches piece i, modulo the number of pieces. They do not all fetch the
+    same piece, because repeated copies of one piece would be slow.
     """
     ordinal = jnp.arange(plan.blocks * plan.pieces, dtype=jnp.int32).reshape(plan.blocks, -1)
     numbers = jnp.where(pieces.numbers >= 0, pieces.numbers, ordinal % len(pieces.keys))

@@ -1,16 +1,17 @@
 """The kernel that computes attention over a latent cache for all operations.
 
 A *job* is a set of query rows that share a list of keys. The rows are heads, or heads of several query tokens in a
-dense call. The list has *pieces* of the cache: single rows in a sparse call, usually runs of rows of a page in a dense
-one. The kernel computes a job's list in blocks of keys. A dense list is in order of position, so the kernel skips the
-blocks that no token of the job sees. Each piece of a block is fetched from HBM by one asynchronous copy, into one of
-two buffers: while one block is computed, the next one is fetched, even if it belongs to the next job. A buffer has one
-semaphore, and the kernel waits once for all copies into it.
+dense call. The list consists of *pieces* of the cache. In a sparse call, a piece is a single row. In a dense call, it
+is usually a run of rows of a page. The kernel computes a job's list in blocks of keys. A dense list is in order of
+position, so the kernel skips the blocks that no token of the job sees. Each piece of a block is fetched from HBM by one
+asynchronous copy, into one of two buffers: while a block is computed, the next block is fetched, even if it belongs to
+the next job. A buffer has one semaphore, and the kernel waits once for all copies into it.
 
 A TPU packs 2 rows of 16 bits, or 4 rows of 8 bits, into the same 32-bit words, and copies whole words. So the kernel
 views the cache as groups of rows that share words, `[groups, 2 or 4, d]`: a selected row arrives with its group, and
-its bits are extracted from the words by shifts. `row_layout` is the memory layout in which that view moves no byte. XLA
-first copies a cache in any other layout. It always copies a float16 cache, because no TPU computes with float16.
+its bits are extracted from the words by shifts. If the cache has the memory layout `row_layout`, this view needs no
+copy. XLA first copies a cache in any other layout. It always copies a float16 cache, because no TPU computes with
+float16.
 
 A row is fetched once and serves as both key and value. A row that no token of the job sees (its position is beyond
 the length, or its index is invalid) is zeroed while it is still in words, so its contents cannot matter. `_latent_rows`
@@ -73,7 +74,7 @@ class Tile:
 
 
 def rows_per_word(dtype: Any) -> int:
-    """How many rows of a cache share each 32-bit word."""
+    """The number of rows of a cache that share a 32-bit word."""
     return 4 // jnp.dtype(dtype).itemsize
 
 
@@ -142,7 +143,7 @@ def selected_rows(cache: Any, rows: Any, lens: Any = None) -> Keys:
 
 
 def piece_rows_of(page_size: int, dtype: Any) -> int | None:
-    """Rows of a page that one copy fetches, a power of two; None if rows of two pages share words."""
+    """The rows of a page that one copy fetches, a power of two; None if rows of different pages share words."""
     piece_rows = min(page_size & -page_size, MAX_PIECE_ROWS)
     return piece_rows if piece_rows % rows_per_word(dtype) == 0 else None
 
@@ -172,7 +173,7 @@ class Work:
     jobs: Jobs | None = None  # the jobs of tiles whose rows are the heads of consecutive tokens
     heads: int = 1  # query rows per token
     sinks: Any = None  # f32 [kinds, rows]; list i has sinks[i % kinds]
-    form: CacheFormat | None = None  # the format of both caches; None: the call's
+    form: CacheFormat | None = None  # the format of both caches; None: the format of the call
     split_weights_below: int = 0  # jobs that see at most this many keys use two bfloat16 terms per weight
 
 
@@ -386,8 +387,8 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
     used = used[:, None] - jnp.arange(chunks, dtype=jnp.int32) * chunk
     count = jnp.clip(cdiv(used, plan.pieces), 0, plan.blocks)[..., None]
     in_blocks = pieces.reshape(num_lists, chunks, plan.blocks, plan.pieces)
-    # Invalid entries fetch different pieces (entry i fetches piece i, modulo the number of pieces), because repeated
-    # copies of one piece would be slow.
+    # Invalid entries fetch a piece too: entry i fetches piece i, modulo the number of pieces. They do not all fetch the
+    # same piece, because repeated copies of one piece would be slow.
     numbers = jnp.where(pieces >= 0, pieces // (plan.packing if plan.selects else 1), (ordinal - 1) % len(keys.cache))
     numbers = numbers.reshape(num_lists, chunks, chunk)
     ends = [count] if keys.lens is None else [jnp.broadcast_to(keys.lens[:, None, None], count.shape), count]
@@ -400,7 +401,7 @@ def _lists(keys: Keys, plan: Plan) -> list[Any]:
 def _launch(
     plan: Plan, work: Work, queries: tuple[Any, Any | None, Any | None], out_dtype: Any, tile: Tile
 ) -> tuple[Any, Any]:
-    """Launch the kernel. `queries` are q, tokens and sinks of all tiles; `Refs` describes them, and the results."""
+    """Launch the kernel. `queries` are q, tokens and sinks of all tiles. `Refs` describes these and the results."""
     parts = [keys for keys in (work.keys, work.extra) if keys is not None]
     chunked = [jnp.concatenate(arrays, axis=1) for arrays in zip(*(_lists(keys, plan) for keys in parts), strict=True)]
     scalars, indices = [array.reshape(-1, *array.shape[2:]) for array in chunked] + [None] * (not plan.selects)
@@ -610,7 +611,7 @@ def _finished(m_i: Any, l_i: Any, sinks: Any) -> tuple[Any, Any]:
 
 
 def _rows_of(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> tuple[Any, Any, Any]:
-    """The bits of a block's keys, a mask of the valid ones, and their offsets from the block's first key, `first`."""
+    """The bits of a block's keys, a mask of the valid keys, and their offsets from the block's first key, `first`."""
     fetched = refs.buffer[refs.half[0]]
     bounds = (span.low - first, span.high - first) if plan.by_tokens else None
     if plan.selects:
@@ -689,7 +690,7 @@ def _operands(raw: Any, plan: Plan) -> list[tuple[Any, Any]]:
 
 
 def _extend(plan: Plan, refs: Refs, parts: list[tuple[Any, Any]], seen: Any, few: Any) -> None:
-    """Add a block of keys to the online softmax. If the job sees `few` keys, add the weights' rounding errors, too."""
+    """Add a block of keys to the online softmax. If the job sees `few` keys, add the weights' rounding errors too."""
     q, m_i, l_i, acc = refs.q, refs.m_i, refs.l_i, refs.acc
     products, column = [], 0
     for operand, scale in parts:

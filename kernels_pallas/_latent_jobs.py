@@ -22,7 +22,7 @@ class Tokens:
 
     lists: Any  # i32 [T], each token's list, or -1; tokens with the same list are consecutive
     positions: Any  # i32 [T], each token's position in its list
-    changes: int  # upper bound on the pairs of neighbouring tokens, both in the same tile, that have different lists
+    changes: int  # upper bound on the pairs of neighbouring tokens in one tile that have different lists
 
     def part(self, first: int, count: int) -> "Tokens":
         """Up to `count` of the tokens, from token `first` on."""

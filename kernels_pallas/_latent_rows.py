@@ -1,4 +1,4 @@
-"""Turning the bytes of latent rows into matrix operands, for every cache format whose rows are contiguous.
+"""Conversion of the bytes of latent rows to matrix operands, for every cache format whose rows are contiguous.
 
 The kernel has a row as integers, one byte per lane, and computes on its columns in the order that suits the bytes:
 
@@ -87,9 +87,10 @@ def restore(out: Any, form: CacheFormat, d_v: int) -> Any:
 
 
 def operands(raw: Any, form: CacheFormat, dtype: Any) -> list[tuple[Any, Any]]:
-    """Rows of integers, [keys, bytes], or [keys, d_qk] if not quantised, as operands of `dtype` in the kernel's order.
+    """Matrix operands of `dtype` with columns in the kernel's order, from rows of integers, and their scales.
 
-    Each operand [keys, ...] has some of the columns. It is paired with their scale [1, keys], or None if it needs none.
+    The rows are [keys, bytes], or [keys, d_qk] if they are not quantised. Each operand [keys, ...] has a part of the
+    columns, and a scale [1, keys] for these columns, or None if they need no scale.
     """
     if not form.quantized:
         return [(numbers(raw, form.codes).astype(dtype), None)]
@@ -158,7 +159,7 @@ def _left(lanes: Any, count: int) -> Any:
 
 
 def _pairs(tail: Any) -> Any:
-    """The little-endian 16-bit number that each byte forms with the next one."""
+    """The little-endian 16-bit number that each byte forms with the next byte."""
     return tail | (_left(tail, 1) << 8)
 
 

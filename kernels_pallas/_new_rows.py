@@ -1,4 +1,4 @@
-"""This step's K and V as rows that a kernel can copy, and the slot of each token."""
+"""The K and V of a step as rows that a kernel can copy, and the slot of each token."""
 
 from typing import Any
 
@@ -49,9 +49,10 @@ def slots_from_tables(call: Any, num_tokens: int) -> jax.Array:
 
 
 def write_scales(call: Any, rows: list[jax.Array], slots: jax.Array) -> list[jax.Array]:
-    """The scale pages of `call` after new scales, [T, K, 1] for each of them, are put into their slots, i32 [T].
+    """The scale pages of `call`, with new scales written to `slots`, i32 [T]. `rows` are [T, K, 1] for each array.
 
-    XLA does so in place. Of several tokens for a slot, the last is written, as by the kernels that write the codes.
+    XLA writes in place. If several tokens have the same slot, the last one is written, as in the kernels that write
+    the codes.
     """
     order = jnp.argsort(slots, stable=True)
     ordered = slots[order]

@@ -100,7 +100,7 @@ class Plan(NamedTuple):
 
     @property
     def reads_ranges(self) -> bool:
-        """Whether the rows of a tile have ranges of their own; a single query's are in scalar memory."""
+        """Whether each row of a tile has its own ranges. If a tile has one query, the ranges are in scalar memory."""
         return self.num_ranges > 0 and self.in_columns
 
     @property
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """The sequences. All values except those of the page table are clamped to the arrays' sizes."""
+    """The sequences of a launch. All values except those of the page table are clamped to the arrays' sizes."""
 
     starts: Any  # i32 [S], the first row of each sequence
     q_lens: Any  # i32 [S]
@@ -159,9 +159,9 @@ class Refs(NamedTuple):
     q: Any
     row_ranges: Any  # i32 [tiles, 2R, rows], see `ranges_of`
     new_rows: Any
-    scale_pages: Any  # f32 [P, lines, width], see `_scale_pages`; None without
+    scale_pages: Any  # f32 [P, lines, width], see `_scale_pages`; None if pages have no scales
     read_pages: list[Any] | None  # the pages, if the launch only reads them
-    initial: Any  # the initial values of the results, in the memory of the results
+    initial: Any  # the initial values of the results, which share memory with the results
     out: Any
     lse: Any
     written_pages: list[Any] | None  # the pages, if the launch writes them
@@ -358,24 +358,24 @@ def run_step(plan: Plan, refs: Refs, step: Step) -> Step:
 
 
 def block_after(plan: Plan, refs: Refs, span: Span, block: Any) -> Any:
-    """The next block of a tile that has keys which a row may see; arbitrary after the tile's last one."""
+    """The next block of a tile that has keys which a row may see. After the tile's last block, it is arbitrary."""
     if not plan.num_ranges:
         return block + 1
-    key, found = (block + 1) * plan.block, span.high
+    key, next_key = (block + 1) * plan.block, span.high
     for begin, end in edges_of(plan, refs, span):
-        found = jnp.where(end > key, jnp.minimum(found, jnp.maximum(begin, key)), found)
-    return found // plan.block
+        next_key = jnp.where(end > key, jnp.minimum(next_key, jnp.maximum(begin, key)), next_key)
+    return next_key // plan.block
 
 
 def edges_of(plan: Plan, refs: Refs, span: Span) -> list[tuple[Any, Any]]:
-    """The ranges of a tile: those of its one query, or ranges that contain those of its queries."""
+    """The ranges of a tile. If it has several queries, range r contains the ranges r of all of them."""
     first = span.tile * 2 * plan.num_ranges
     edges = [refs.ranges.edges[first + edge] for edge in range(2 * plan.num_ranges)]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 def query_copies(plan: Plan, refs: Refs, span: Span, slot: Any) -> list[Any]:
-    """The copies of a tile's queries, and of their ranges if they have any, to their buffers."""
+    """The copies of a tile's queries to their buffer, and of the rows' ranges if `reads_ranges`."""
     rows = refs.q.at[pl.ds(span.source, plan.block_q)]
     copies = [pltpu.make_async_copy(rows, refs.q_buffer.at[slot], refs.q_arrived.at[slot])]
     if plan.reads_ranges:
@@ -403,7 +403,7 @@ def page_of(plan: Plan, refs: Refs, span: Span, step: Step, offset: Any) -> Any:
 
 
 def page_copies(plan: Plan, refs: Refs, page: Any, slot: Any, offset: Any) -> list[Any]:
-    """The copies of a page into buffer `slot`, as page `offset` of the block: one for each array, and for scales."""
+    """The copies of a page into buffer `slot`, as page `offset` of the block: one per array, and one for the scales."""
     copies = [
         pltpu.make_async_copy(
             array.at[page],
@@ -448,7 +448,7 @@ def fetch_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
 
 
 def wait_pages(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
-    """Wait for all copies of a block, then zero its missing pages; `fetch_pages` copied other pages in their place."""
+    """Wait for all copies of a block. Then zero its missing pages, for which `fetch_pages` has copied other pages."""
     low, high = page_range(plan, span, step)
 
     def wait(index: Any, _: Any) -> None:
@@ -496,7 +496,8 @@ def compute(plan: Plan, refs: Refs, span: Span, step: Step) -> None:
         if plan.scale_lines:
             scales = scales_of_part(plan, refs.scale_buffer, step.kv_slot, part)
             refs.scales[...] = scales if plan.in_columns else scales.T
-        # While the softmax of a group of queries is computed, the matrix unit multiplies for the groups around it.
+        # While the softmax of a group of queries is computed, the matrix unit multiplies for the next and previous
+        # group.
         groups = [(head, first) for head in range(plan.num_kv_heads) for first in range(0, plan.rows, plan.columns)]
         logits, mix_previous = multiply_keys(plan, refs, *groups[0]), functools.partial(lambda: None)
         for group, after in zip(groups, [*groups[1:], None], strict=True):
@@ -645,7 +646,7 @@ def mix_values(
 
 
 def in_ranges(plan: Plan, refs: Refs, span: Span, key: Any) -> Any:
-    """Whether the query of a tile with one query sees keys."""
+    """Whether each of the keys is visible to the query of a tile with only one query."""
     seen = [(key >= begin) & (key < end) for begin, end in edges_of(plan, refs, span)]
     return functools.reduce(jnp.logical_or, seen)
 
@@ -687,7 +688,7 @@ def end_tile(plan: Plan, refs: Refs, span: Span) -> None:
     lses = []
     for head in range(plan.num_kv_heads):
         m_i, l_i = refs.m_i[head], refs.l_i[head]
-        sees_keys = ~(m_i <= MASKED)  # true of NaN
+        sees_keys = ~(m_i <= MASKED)  # also true if m_i is NaN
         l_i = jnp.where(sees_keys, l_i, 1.0)
         lse = jnp.where(sees_keys, m_i * LN2 + jnp.log(l_i), -jnp.inf)
         factor = jnp.where(sees_keys, refs.factors.values[head] / l_i, 0.0)

@@ -13,7 +13,7 @@ class Ranges(NamedTuple):
     first_tiles: Any  # i32 [S], the number of each sequence's first tile
     lows: Any  # i32 [tiles], the first key that any row of a tile sees
     highs: Any  # i32 [tiles], one past the last such key; equal to `lows` if there is none
-    edges: Any  # i32 [tiles * 2R], begins and ends alternate; range r of a tile contains range r of its rows
+    edges: Any  # i32 [tiles * 2R], begins and ends alternate; range r of a tile contains range r of each row
 
 
 def ranges_of(plan: Any, seqs: Any, computed: Any, key_ranges: Any) -> tuple[Ranges, Any]:
@@ -30,12 +30,13 @@ def ranges_of(plan: Any, seqs: Any, computed: Any, key_ranges: Any) -> tuple[Ran
     first = seqs.starts[seq] + (tile - (ends - tiles)[seq]) * size
     source = jnp.clip(first, 0, plan.num_tokens - size)  # see `span_of`
     row = source[:, None] + jnp.arange(size, dtype=jnp.int32)
-    own = (row >= first[:, None]) & (row < (seqs.starts + seqs.q_lens)[seq, None]) & (tile < ends[-1])[:, None]
+    in_tile = (row >= first[:, None]) & (row < (seqs.starts + seqs.q_lens)[seq, None]) & (tile < ends[-1])[:, None]
     ranges = jnp.clip(key_ranges[row], 0, seqs.kv_lens[seq, None, None, None])  # [tiles, size, R, 2]
-    some = own[..., None] & (ranges[..., 0] < ranges[..., 1])
-    ranges = jnp.where(some[..., None], ranges, 0)
+    is_nonempty = in_tile[..., None] & (ranges[..., 0] < ranges[..., 1])
+    ranges = jnp.where(is_nonempty[..., None], ranges, 0)
     highs = ranges[..., 1].max(axis=(1, 2))
-    begins = jnp.where(some, ranges[..., 0], highs[:, None, None])  # an empty range does not widen its tile's range
+    # An empty range must not widen its tile's range.
+    begins = jnp.where(is_nonempty, ranges[..., 0], highs[:, None, None])
     ranges_of_tiles = jnp.stack([begins.min(axis=1), ranges[..., 1].max(axis=1)], axis=-1)
     scalars = Ranges(ends - tiles, begins.min(axis=(1, 2)), highs, ranges_of_tiles.reshape(-1))
     if not plan.in_columns:

@@ -1,9 +1,10 @@
 """Scale pages with one scale for each token and KV head: their layout for the kernel, and their use.
 
-XLA first puts the scales of each page, K's and V's, in *lines* of `width` lanes, [P, lines, width], and a copy fetches
-a page's lines with the page. In a line, each position of the page has `stride` lanes: the scales of K's heads, of V's
-heads, then padding. Codes become matrix operands by themselves, since no 16-bit operand holds the product of a code and
-a float32 scale. The scale of a key multiplies its logits, and that of a value multiplies its weights.
+XLA first puts the scales of K and V of each page in *lines* of `width` lanes, [P, lines, width]. A copy fetches a
+page's lines together with the page. In a line, each position of the page has `stride` lanes: the scales of K's heads,
+the scales of V's heads, and padding. Codes become matrix operands without their scales, because no 16-bit operand can
+hold the product of a code and a float32 scale. Logits are multiplied by the scale of their key, and weights by the
+scale of their value.
 """
 
 from typing import Any, NamedTuple
@@ -66,16 +67,17 @@ def in_lines(k_scales: jax.Array, v_scales: jax.Array) -> jax.Array:
 def scales_of_part(plan: Any, buffer: Any, slot: Any, part: Any) -> Any:
     """The scales of the keys of a part of a block, f32 [block_kv, width], in `plan.order`.
 
-    Of the first 2 K lanes, the first K hold the scales of the keys, and the others those of the values. The scale of
-    a position whose page was not fetched may be anything.
+    The first K lanes have the scales of keys, and the next K lanes the scales of values. The scales of a position whose
+    page was not fetched are arbitrary.
     """
     lines, page_size = plan.scale_lines, plan.page_size
-    runs = [0] if plan.order(1) == 1 else [0, plan.block_kv // 2]  # where the keys of a register's rows begin
+    # The keys of a register's rows are consecutive, or one half of them is in each half of the part: see `Plan.order`.
+    runs = [0] if plan.order(1) == 1 else [0, plan.block_kv // 2]
     size = ROWS // len(runs)
     most = _lines_of_a_run(size, page_size, lines.positions)
     row = lax.broadcasted_iota(jnp.int32, (ROWS, lines.width), 0)
     place = lax.broadcasted_iota(jnp.int32, (ROWS, lines.width), 1) // lines.stride
-    found = []
+    registers = []
     for first in range(0, plan.block_kv // len(runs), size):
         key = plan.order(row) + (part * plan.block_kv + first)
         scales = jnp.zeros((ROWS, lines.width), jnp.float32)
@@ -88,14 +90,14 @@ def scales_of_part(plan: Any, buffer: Any, slot: Any, part: Any) -> Any:
                 own = (key == place + begin) & (key < (page + 1) * page_size)
                 values = buffer[slot, jnp.minimum(page, plan.pages - 1), index]
                 scales = jnp.where(own, jnp.broadcast_to(values, scales.shape), scales)
-        found.append(scales)
-    scales, shift = jnp.concatenate(found, axis=0), lines.stride
-    while shift < lines.width:  # all other lanes of a row are zero; now they repeat the scales
+        registers.append(scales)
+    scales, shift = jnp.concatenate(registers, axis=0), lines.stride
+    while shift < lines.width:  # all other lanes of a row are zero; fill them with copies of the scales
         scales, shift = scales + pltpu.roll(scales, shift, 1), 2 * shift
     return scales
 
 
 def _lines_of_a_run(size: int, page_size: int, positions: int) -> int:
-    """The largest number of lines that hold the scales of `size` positions from a multiple of `size` on."""
+    """The largest number of lines that have scales of `size` consecutive positions, the first a multiple of `size`."""
     firsts = range(0, size * page_size, size)
     return max(len({(p // page_size, p % page_size // positions) for p in range(f, f + size)}) for f in firsts)

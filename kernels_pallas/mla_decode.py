@@ -70,7 +70,7 @@ def _sparse(call: Any, tile: Tile) -> tuple[Any, Any]:
 
 
 def _in_one_format(call: Any, keys: list[_latent.Keys], forms: list[CacheFormat], tile: Tile) -> tuple[Any, Any]:
-    """Out [jobs, H, d_v] and lse [jobs, H] of queries with one list each, or two over caches in the same format."""
+    """Out [jobs, H, d_v] and lse [jobs, H] of queries with one list, or with two lists over caches in one format."""
     work = _latent.Work(
         call=call,
         q=call.q.reshape(-1, *call.q.shape[2:]),

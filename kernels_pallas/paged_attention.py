@@ -70,7 +70,7 @@ def why_not(call: PagedAttention) -> str | None:
 class Plan(_heads_first.Plan):
     """The static parameters of one launch."""
 
-    per_tile: int  # KV heads whose query rows share a tile
+    per_tile: int  # number of KV heads whose query rows share a tile
     rows: int  # query rows per tile, with padding
     megacore_mode: str | None
     inline_seq_dim: bool
@@ -170,9 +170,9 @@ def decode(
 
 
 def schedule(lengths: jax.Array, cores: int) -> tuple[jax.Array, jax.Array]:
-    """For each sequence [S], its core's next sequence with keys; for each core, its first such one. S means none.
+    """For each sequence [S], the next sequence with keys on its core; for each core, its first sequence with keys.
 
-    Core i has the sequences i, i + cores, i + 2 * cores and so on.
+    S stands for no sequence. Core i has the sequences i, i + cores, i + 2 * cores and so on.
     """
     batch = lengths.shape[0]
     row = jnp.arange(batch, dtype=jnp.int32)

@@ -147,9 +147,9 @@ def run(call: Any, tile: Tile, launch: Any) -> jax.Array:
 
 
 def ranges(length: jax.Array, base: jax.Array, plan: Plan) -> tuple[jax.Array, ...]:
-    """For each block of rows: the first position it sees, one past the last, and the next block that sees any position.
+    """For each block of rows: the first visible position, one past the last, and the next block that sees positions.
 
-    The fourth result is the first block that sees any position.
+    The fourth result is the first block of rows that sees positions.
     """
     block = jnp.arange(plan.q_blocks, dtype=jnp.int32)
     top = base + block * plan.block_q
@@ -220,7 +220,7 @@ def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, 
     if plan.window is not None:
         whole &= begins > top + plan.block_q - 1 - plan.window
     if refs.q.dtype != jnp.float32:
-        whole &= high - low > plan.split_weights_below  # only the other branch splits weights
+        whole &= high - low > plan.split_weights_below  # with few keys, take the other branch, which splits weights
 
     @pl.when(whole)
     def _() -> None:
@@ -271,7 +271,7 @@ def visible(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any
     """Which columns of a block of keys each row sees, bool [rows, columns].
 
     `seen` is the range [first, end) of keys that some row sees. It and `top`, the position of the first row's query,
-    are counted from the block's first key.
+    are relative to the block's first key.
     """
     index = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
 

@@ -24,8 +24,8 @@ class Tile(mla_decode.Tile):
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
         num_queries_per_block: consecutive query tokens computed together; fewer if their heads do not fit in a tile.
-        split_weights_below: tiles that see at most this many keys of a sequence use two bfloat16 terms per weight for
-            them; 0 is faster.
+        split_weights_below: tiles that see at most this many keys of a sequence use two bfloat16 terms per weight of
+            these keys; 0 means one term everywhere, which is faster.
     """
 
     split_weights_below: int = 1024
@@ -47,7 +47,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def run(call: Any, tile: Tile, launch: Any) -> tuple[Any, ...]:
-    """Out, and lse if the call asks for it."""
+    """Out, and lse if the call requests it."""
     if 0 in (call.num_tokens, call.max_num_seqs, call.num_pages, call.capacity):
         out, lse = jnp.zeros(call.out_shape, call.result_dtype), jnp.full(call.q.shape[:2], -jnp.inf, jnp.float32)
     else:

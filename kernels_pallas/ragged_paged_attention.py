@@ -2,10 +2,10 @@
 
 A launch is a sequence of steps. In a step, a tile (consecutive query tokens of one sequence) attends to one block of
 keys. Meanwhile the pages of the next step are copied into the other buffer, even if that step belongs to another tile
-or sequence; if it is a tile's first step, the tile's queries are copied, too. Only pages that some query of the tile
-sees are fetched, and with `key_ranges` their neighbours in a block. The maximum, the sum and the accumulator stay in
-VMEM in float32 until the tile ends. Then the tile is normalised and its rows are copied to their place in the result;
-all other rows of the result keep their initial zeros.
+or sequence. If it is a tile's first step, the tile's queries are copied too. Only pages that a query of the tile sees
+are fetched; with `key_ranges`, other pages of the same block may be fetched too. The maximum, the sum and the
+accumulator stay in VMEM in float32 until the tile ends. Then the tile is normalised, and its rows are copied to the
+result. All other rows of the result keep their initial zeros.
 """
 
 import dataclasses
@@ -125,7 +125,7 @@ def table_bytes(call: Any) -> int:
 
 
 def scalars_per_sequence(call: Any) -> int:
-    """Numbers of a sequence in scalar memory whose count depends on the call: its row of the page table, its ranges."""
+    """Numbers in scalar memory per sequence, for its row of the page table and for its ranges."""
     return call.page_indices.shape[1] + (2 * call.num_ranges + 3 if call.num_ranges else 0)
 
 
@@ -232,7 +232,7 @@ def attend(
     plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], scales: Any, seqs: Sequences, factors: Factors,
     key_ranges: Any, update: Update | None, out: Any, lse: Any,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
-    """Out, lse and pages after a launch, which writes `update`, then computes the sequences that `plan` is for."""
+    """Out, lse and pages after a launch. It first writes `update`, and then computes the sequences of its `plan`."""
     computed = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     ranges, row_ranges = (None, None) if key_ranges is None else ranges_of(plan, seqs, computed, key_ranges)
     (order,) = jnp.nonzero(computed, size=len(computed), fill_value=0)

@@ -1,13 +1,13 @@
-"""The columns of the largest logits of each row, on TPUs: find the smallest selected logit, then list the columns.
+"""The columns of the largest logits of each row on TPUs. First find the smallest selected logit, then list columns.
 
 Logits become int32 *keys* in the same order. A row stays in VMEM. Bisection over the 32 bits of a key, with one count
-over the row per bit, finds the smallest selected key. If more columns have that key than are needed, the last of them
-are selected, and bisection over the bits of a column's index finds the first of these.
+over the row per bit, finds the smallest selected key. If more columns have this key than are needed, the last of these
+columns are selected. Bisection over the bits of a column's index finds the first selected one.
 
 A TPU has no scatter, so each entry of the result looks up its column instead. A row is divided into *lines* of 128
-columns. Prefix sums of the number of selected columns per line tell which line has the column of an entry. A product
-with a one-hot matrix fetches that line's selection, and a product with a triangle of ones counts along it. So the
-columns of a result are in ascending order.
+columns. Prefix sums of the number of selected columns per line determine the line with an entry's column. A product
+with a one-hot matrix fetches the selection of this line, and a product with a triangle of ones counts selected columns
+along the line. So the columns of a result are in ascending order.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""Writing this step's K and V into the pages on TPUs: rows are copied from VMEM to their slots.
+"""The write of a step's K and V into the pages on TPUs: rows are copied from VMEM to their slots.
 
 Each grid step writes a block of tokens. While the pipeline loads the rows of the next block into VMEM, the kernel
 starts one asynchronous copy for each token of the current block, from its row in VMEM to its slot in HBM. The copies to
 an array of pages share a semaphore, and the kernel then waits for all rows that it copied. Eight consecutive tokens
-with consecutive slots, as in a prompt, share one copy. XLA puts scales that are stored beside the rows into
-their slots: a row of a few numbers is less than a copy can move.
+with consecutive slots, as in a prompt, share one copy. Scales that are stored beside the rows are written by XLA,
+because a copy cannot move as little as a row of a few numbers.
 """
 
 import dataclasses
@@ -82,7 +82,7 @@ def heuristic(call: Any) -> Tile:
 
 
 def codes_of(slots: jax.Array, block: int, run: int) -> jax.Array:
-    """The action at each token, i32 [blocks, 1, block]: its slot, SKIP, or FIRST_RUN - slot.
+    """The code of each token, i32 [blocks, 1, block]: its slot, SKIP, or FIRST_RUN - slot.
 
     `FIRST_RUN - slot` is for a token that shares a copy with the `run - 1` tokens after it. Several blocks may write to
     the same slot, because they run one after another.
@@ -117,7 +117,7 @@ def kernel(codes: Any, rows: Any, initial: Any, pages: Any, semaphores: Any, *, 
 
     def wait(_: Any, size: int) -> None:
         for i, row in enumerate(rows):
-            some = row.at[pl.ds(0, size)]  # any rows will do, because a semaphore counts bytes
+            some = row.at[pl.ds(0, size)]  # which rows are named does not matter, because a semaphore counts bytes
             pltpu.make_async_copy(some, some, semaphores.at[i]).wait()
 
     _, copied = lax.while_loop(lambda state: state[0] < block, step, (jnp.int32(0), jnp.int32(0)))

@@ -1,9 +1,9 @@
-"""Writing this step's latent rows into the cache on TPUs: groups of rows are fetched, changed and copied back.
+"""The write of a step's latent rows into the cache on TPUs: groups of rows are fetched, changed and copied back.
 
 Rows of 8 or 16 bits share 32-bit words with their neighbours, so a copy moves at least one group of rows that share
-words. Before the kernel runs, XLA lists the groups that the step changes, each once, and builds their new words. Each
-grid step fetches all groups of a block together, changes their words and copies them back. No group is listed twice,
-so copies of different blocks cannot touch the same memory.
+words. Before the kernel runs, XLA lists the groups that the step changes, each group once, and builds their new words.
+Each grid step fetches all groups of a block together, changes their words and copies them back. No group is listed
+twice, so copies of different blocks cannot touch the same memory.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def new_words(bits: jax.Array, sources: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def kernel(groups: Any, new: Any, kept: Any, initial: Any, cache: Any, buffer: Any, fetched: Any, stored: Any) -> None:
-    """Change one block of groups. `groups` has their indices, then -1; `new_words` describes `new` and `kept`."""
+    """Change one block of groups. `groups` are their indices, padded with -1. For `new` and `kept`, see `new_words`."""
     del initial  # aliases `cache`
     block = groups.shape[-1]
 
@@ -137,7 +137,7 @@ def kernel(groups: Any, new: Any, kept: Any, initial: Any, cache: Any, buffer: A
             return index + 1
 
         def wait(_: Any, size: int) -> None:
-            some = buffer.at[pl.ds(0, size)]  # any groups will do, because a semaphore counts bytes
+            some = buffer.at[pl.ds(0, size)]  # which groups are named does not matter, because a semaphore counts bytes
             pltpu.make_async_copy(some, some, semaphore).wait()
 
         count = lax.while_loop(

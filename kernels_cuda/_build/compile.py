@@ -2,7 +2,7 @@
 
 A library is stored in ~/.cache/ragged_attention under a digest of everything from which it is made: sources, flags, and
 the releases of the compiler and of CUTLASS. A library built ahead of time may be in `kernels_cuda/prebuilt/`. Its name
-has the digest of its sources and flags, so it is used only if both are the present ones.
+has the digest of its sources and flags, so it is used only if neither has changed.
 """
 
 import concurrent.futures
@@ -58,7 +58,8 @@ NO_CACHE = "no folder to store the CUDA kernels in: set HOME or XDG_CACHE_HOME"
 SERIALISED = r".*\(C75\d\d\).*"
 UNFINISHED = "building-"  # the prefix of the folders in which libraries are built
 
-Progress = Callable[[int, int, str], None]  # steps done, total steps, the last finished file or, before any is, the first
+# Takes the number of finished steps, the total number of steps, and the last finished file, at first the first file.
+Progress = Callable[[int, int, str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +200,8 @@ def recorder_recipe(unit: str) -> Recipe:
         texts=texts,
         units=(SOURCES / f"{unit}.cu", texts[-1]),
         compiler=(nvcc.path, *RECORDER_FLAGS, f"-I{SOURCES}", f"-I{include}"),
-        # The library must use its own functions even if the process has loaded a CUDA runtime, and no symbol may be missing.
+        # The library must use its own functions even if the process has loaded a CUDA runtime, and no symbol may be
+        # missing.
         linker=(nvcc.path, "-shared", *RECORDER_FLAGS, "-Xlinker", "-Bsymbolic,-z,defs"),
     )
 
@@ -208,7 +210,8 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
     """The recipe of the XLA FFI library over `kernels`, for the jaxlib whose headers are in `jax_include`.
 
     Each jaxlib needs a library of its own, because an older jaxlib cannot use a newer FFI. The library links
-    to `kernels`. If the process has not loaded them, they must be in the library's folder or in their present one.
+    to `kernels`. If the process has not loaded them, they must be in the library's folder, or still be in their present
+    folder.
     """
     gxx, release = _gxx()
     interface = sorted(Path(jax_include, "xla", "ffi", "api").glob("*.h"))
@@ -229,7 +232,7 @@ def ffi_recipe(jax_include: str, kernels: Path, emulated: bool = False) -> Recip
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a library is at least as long as its ELF header says. To load a truncated one would crash the process."""
+    """Whether a library is at least as long as its ELF header says. Loading a truncated one would crash the process."""
     try:
         with open(path, "rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -245,7 +248,7 @@ def build(recipe: Recipe, progress: Progress | None = None) -> Path:
     """The recipe's library, cached or built now. Raises `BackendMissing`, with the output of a compiler that failed."""
     try:
         caches.expect_trusted(recipe.path)
-        if is_whole(recipe.path):  # checked without the lock, which a cache of root's may not let us take
+        if is_whole(recipe.path):  # without the lock, which cannot be taken in a cache folder of root
             return recipe.path
         caches.make_folder(recipe.path.parent)
         caches.expect_trusted(recipe.path)
@@ -305,7 +308,7 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
         run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:
             raise BackendMissing(f"the sources of the {recipe.what} changed while they were compiled")
-        linked.chmod(linked.stat().st_mode & ~0o022)  # others must not write to it, whatever the umask
+        linked.chmod(linked.stat().st_mode & ~0o022)  # only the owner may write to it, whatever the umask
         os.replace(linked, recipe.path)
     report(steps, recipe.name)
     logger.info("built the %s in %.0f s: %s", recipe.what, time.perf_counter() - start, recipe.path)
@@ -360,7 +363,7 @@ class _Compilers:
 
 
 def prebuilt() -> Path | None:
-    """The library that was built ahead of time from exactly the present sources, or None."""
+    """The library that was built ahead of time, if it was built from the present sources, or None."""
     path = PREBUILT / _kernels_name(_kernel_texts())
     return path if is_whole(path) else None
 

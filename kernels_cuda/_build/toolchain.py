@@ -29,7 +29,8 @@ MIN_NVCC = (12, 8)  # the machine code of older releases has not been checked
 NO_GXX = "no g++ on PATH"
 NO_HEADERS = "no CUDA headers (cuda_runtime.h and cuda/std) beside nvcc or in nvidia.cu13"
 
-# jax for CUDA installs only the first wheel, for its assembler. pip may combine it with any release of the others.
+# jax for CUDA installs only the first wheel, for its assembler. pip may combine it with any release of the other
+# wheels.
 WHEELS = ("nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-crt")
 PARTS = ("nvvm/bin/cicc", "include/crt", "include/cccl", "include/cuda_runtime.h", "lib/libcudart_static.a")
 
@@ -167,7 +168,7 @@ def _package_folders(package: str) -> list[Path]:
 
 
 def cuda_headers() -> tuple[str, ...]:
-    """The include folders of CUDA and of its C++ library, which come with nvcc or with the wheels; () if there are none."""
+    """The include folders of CUDA and of its C++ library, from nvcc or from the wheels; () if neither is installed."""
     compiler, home = nvcc(), pypi_home()
     for folders in (compiler.includes if compiler else (), (str(home / "include"),) if home else ()):
         subfolders = (str(Path(folder, "cccl")) for folder in folders if Path(folder, "cccl").is_dir())

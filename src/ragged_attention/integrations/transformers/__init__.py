@@ -15,9 +15,8 @@ The operation depends on the call:
                                  sliding window: `varlen_attention` over the contents of their ring buffers
     after `absorb_mla`           `ragged_mla_attention` and `sparse_mla_prefill` over the latents; `indexer_logits` and
                                  `top_k_indices` in indexers
-    both                         in `generate_batch` after `absorb_mla`, these two operations and `mla_decode`, over
-    pages
-                                 of latents; `indexer_topk` in indexers
+    `absorb_mla`, then           `ragged_mla_attention`, `sparse_mla_prefill` and `mla_decode` over pages of latents;
+      `generate_batch`           `indexer_topk` in indexers
 
 Some calls are not supported by these operations: with dropout, with biases that do not follow from distance, and with
 masks of many runs of keys. They are computed densely in torch. The result is the same, but this is slower and keeps all
