@@ -8,7 +8,7 @@ ONE_EACH, CHUNK_END, CHUNK_START, PACKED = 0, 1, 2, 3  # values of `layout`, see
 
 
 def max_sequences(call: Any, num_rows: int) -> int:
-    """The maximum number of sequences: `num_seqs` if it is an int, else `num_rows`, the rows of the tables."""
+    """The maximum number of sequences: `num_seqs` if it is an int, else the number of rows of the tables."""
     return call.num_seqs if isinstance(call.num_seqs, int) else num_rows
 
 
@@ -60,12 +60,13 @@ def queries_of(call, seq):
 def clearer_of_gaps(queries_of, clear):
     """A function that calls `clear(call, first, stop)` for each range of rows that belong to no sequence.
 
-    `queries_of` returns the rows of a sequence. A generator of the ranges would hold a copy of the whole record.
+    `queries_of` returns the rows of a sequence. It is not a generator of these ranges, because a
+    generator would hold a copy of the whole record.
     """
 
     @compiled
     def clear_gaps(call):
-        """If the sequences' rows are not in ascending order, the last range is all rows."""
+        """Clear the rows that belong to no sequence, or all rows if the sequences' rows do not ascend."""
         done = 0
         for seq in range(num_sequences(call)):
             first, stop = queries_of(call, seq)

@@ -34,7 +34,7 @@ from ragged_attention.portable.numba._vectors import (
 
 LOG2E, LN2 = np.float32(math.log2(math.e)), np.float32(math.log(2))
 NOTHING = np.float32(-np.inf)  # the largest logit of a row without keys
-MANY = np.float32(64)  # with this many equal weights, rounding them to bfloat16 keeps the result in its error bounds
+MANY = np.float32(64)  # if a row has this many equal weights, the result tolerates rounding them to bfloat16
 
 
 @inlined
@@ -108,24 +108,24 @@ def scale_row(row, columns, factor):
 
 @compiled
 def multiply_row(row, factors, count):
-    """Multiply `count` numbers by as many factors."""
+    """Multiply each of `count` numbers by its own factor."""
     for index in range(0, count, LANES):
         store(row, index, load(row, index) * load(factors, index))
 
 
 @compiled
 def multiply_weights(s, factors, count, row, l_i, means):
-    """Multiply a row's `count` weights, whose sum is in `l_i`, by the finite factors of their keys.
+    """Multiply a row's `count` weights by the finite factors of their keys; `l_i` already includes these weights.
 
-    `means` has, for each row, the mean magnitude of all keys' factors so far, weighted by the keys' weights. Returns
-    whether few keys have most of the products, as `weigh` does for weights.
+    `means` has, for each row, the mean magnitude of the factors so far, weighted by the keys' weights. Returns whether
+    few keys have most of the sum of the products, as `weigh` does for weights.
     """
     sums = products = squares = splat(0.0)
     for index in range(0, count, LANES):
         weights = load(s, index)
-        each = weights * load(factors, index)
-        store(s, index, each)
-        sums, products, squares = sums + weights, products + magnitude(each), fma(each, each, squares)
+        scaled = weights * load(factors, index)
+        store(s, index, scaled)
+        sums, products, squares = sums + weights, products + magnitude(scaled), fma(scaled, scaled, squares)
     weight = float_at(l_i, row)
     whole = float_at(means, row) * max(weight - total(sums), np.float32(0)) + total(products)
     if weight > 0:
@@ -137,8 +137,8 @@ def multiply_weights(s, factors, count, row, l_i, means):
 def weigh(s, s_width, count, row, m_i, l_i, out, columns):
     """Replace the logits of ROWS rows, from row `row` on, by weights, and update the softmax state of these rows.
 
-    `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit that is to
-    get no weight is NOTHING. Returns a bit for each row in which few keys have most of the weight, so that rounding
+    `s` and `out` are the logits and the accumulator of row `row`. `count` is a multiple of LANES; a logit whose
+    weight must be 0 is NOTHING. Returns a bit for each row in which few keys have most of the weight, so that rounding
     weights to bfloat16 would show in the result.
     """
     s0, s1, s2, s3 = s, s + 4 * s_width, s + 8 * s_width, s + 12 * s_width
@@ -175,7 +175,7 @@ def weigh(s, s_width, count, row, m_i, l_i, out, columns):
             multiply_by(out + 12 * columns, columns, row_3(alpha))
     weight = weight + totals_by_rows(sum0, sum1, sum2, sum3)
     store_by_rows(l_i, row, weight)
-    # All keys so far of a row are NaN, which no maximum shows, if it has weight but no largest logit.
+    # If all logits of a row so far are NaN, `maximum` has ignored them, but the sum of weights is NaN: store that.
     store_by_rows(m_i, row, where_less(nothing, new, new, where_less(weight, splat(np.inf), new, weight)))
     squares = totals_by_rows(square0, square1, square2, square3)
     return rows_above(squares * splat(MANY), weight * weight)

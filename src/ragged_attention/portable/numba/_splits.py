@@ -43,13 +43,13 @@ MAX_SEGMENT = 2**20  # keys
 
 
 def expect_splits(num_splits: int) -> None:
-    """Check the `num_splits` of a tile."""
+    """Raise InvalidInput if the `num_splits` of a tile is out of range."""
     if not isinstance(num_splits, int) or not 0 <= num_splits <= MAX_SPLITS:
         raise InvalidInput(f"expected num_splits from 0 to {MAX_SPLITS}, got {num_splits!r}")
 
 
 def expect_segment(segment_kv: int) -> None:
-    """Check the `segment_kv` of a tile."""
+    """Raise InvalidInput if the `segment_kv` of a tile is out of range."""
     if not isinstance(segment_kv, int) or not 0 <= segment_kv <= MAX_SEGMENT:
         raise InvalidInput(f"expected segment_kv from 0 to {MAX_SEGMENT}, got {segment_kv!r}")
 
@@ -58,8 +58,9 @@ def expect_segment(segment_kv: int) -> None:
 def splits_of(work, keys, total_work, shares, max_splits):
     """The number of splits of a block that has `keys` keys and `work` pairs of a query and a key.
 
-    With a `max_splits` above 0 it depends on `keys` alone. Otherwise a block with more than 1 / `shares` of the call's
-    `total_work` is split in proportion to its work; `total_work` is 0 until it is known, and then no block is split.
+    If `max_splits` is not 0, the number depends on `max_splits` and `keys` alone. Otherwise a block with more than 1 /
+    `shares` of the call's `total_work` is split in proportion to its work; `total_work` is 0 until it is known, and
+    then no block is split.
     """
     if max_splits:
         return max(min(max_splits, keys // MIN_KEYS), 1)
@@ -72,7 +73,7 @@ def splits_of(work, keys, total_work, shares, max_splits):
 def list_splits(call, units, seq, token, first, last, low, high, begin, step, num_splits):
     """Count the splits of the rows [first, last), and list them unless `units` is 0.
 
-    A split has those of the keys [low, high) that are in a range of `step` keys. The first range starts with `begin`.
+    Split i has the keys that are both in [low, high) and in [begin + i * step, begin + (i + 1) * step).
     """
     for split in range(num_splits if units else 0):
         unit = unit_at(units + UNIT_BYTES * (call.num_units + split))
@@ -87,11 +88,11 @@ def list_splits(call, units, seq, token, first, last, low, high, begin, step, nu
 
 @compiled
 def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits):
-    """Split the range [low, high) of the rows [first, last): count the splits, and list them unless `units` is 0.
+    """Split the keys [low, high) for the rows [first, last): count the splits, and list them unless `units` is 0.
 
-    The rows see up to `keys` keys of the range. Returns their work. `units` is the address of the list. Each KV head
-    has a program for each split. It begins with keys that nothing has prefetched, so there are as few splits as
-    suffice.
+    A row sees up to `keys` of these keys. Returns the work of the rows. `units` is the address of the list. Each KV
+    head has a program for each split. The first keys of a program are not prefetched, so there are no more splits than
+    necessary.
     """
     work = (last - first) * keys
     num_splits = splits_of(work, keys, call.work, min(max(PROGRAMS // call.num_kv_heads, 1), SHARES), max_splits)
@@ -102,10 +103,10 @@ def add_splits(call, units, seq, token, first, last, low, high, keys, max_splits
 
 @compiled
 def add_segments(call, units, seq, token, first, last, low, high, keys):
-    """`add_splits` for splits that are segments: `segment_kv` consecutive keys, from a multiple of that number on.
+    """`add_splits` for a call with segments. A split is then a segment: keys [i * segment_kv, (i + 1) * segment_kv).
 
-    A block with a small share of the total work has one unit, whose program attends to one segment after another. As
-    the results of segments are merged in the same way in both cases, the choice does not change any bit.
+    A block with a small share of the total work has one unit, whose program attends to one segment after another. The
+    results of segments are merged in the same way in both cases, so the choice does not change any bit of the results.
     """
     work, size = (last - first) * keys, call.segment_kv
     begin, step, num_splits = low, high - low, 1
@@ -155,9 +156,10 @@ def planner(divide):
 
     @compiled
     def plan_units(call, rows):
-        """The rows that `divide` gives to a unit count as `rows` rows each. A program computes a unit for a KV head.
+        """List the units; returns the number of programs, one for each unit and KV head, or NO_MEMORY.
 
-        Partial results have as much memory as the longest split block needs: new memory costs more than its bytes.
+        Each row that `divide` gives to a unit stands for `rows` rows of a tile. Partial results have no more memory
+        than the largest split block needs, because new memory is slow when it is first used.
         """
         call.partial_rows, call.partial_size = 0, rows * (up_to(call.v_head_dim, COLUMNS) + 2)
         if not list_units(call):
@@ -183,7 +185,7 @@ def clear(call, first, stop):
 
 @compiled
 def write_row(call, tile, row, q_head, target, scale):
-    """Write the result of a row once its softmax state is final, with its values multiplied by `scale`."""
+    """Write the result of a row, multiplied by `scale`; the row's softmax state must be final."""
     m_i, out = float_at(tile.m_i, row), tile.out + 4 * row * tile.columns
     if m_i == NOTHING:
         zero(target, call.v_head_dim * size_of(call.out_format))
@@ -210,7 +212,7 @@ def keep_partial(tile, rows, target):
 
 @compiled
 def merge_rows(rows, columns, out, m_i, l_i, later_out, later_m_i, later_l_i):
-    """Merge the states of some rows with those that the same rows have of later keys."""
+    """Merge the softmax states of `rows` rows with the states of the same rows for later keys."""
     for row in range(rows):
         largest, other = float_at(m_i, row), float_at(later_m_i, row)
         if other == NOTHING:
@@ -228,7 +230,7 @@ def merge_rows(rows, columns, out, m_i, l_i, later_out, later_m_i, later_l_i):
 
 @compiled
 def merge(tile, rows, partials, stride, num_splits):
-    """Merge the partial results of all splits into the tile; they are `stride` bytes apart."""
+    """Merge the partial results of all splits, which are `stride` bytes apart, into the tile."""
     columns = tile.columns
     reset(tile, rows)
     for split in range(num_splits):
@@ -239,7 +241,7 @@ def merge(tile, rows, partials, stride, num_splits):
 
 @inlined
 def exchange_kept(tile):
-    """Exchange the state of the tile's rows with the state that is kept of earlier segments."""
+    """Exchange the state of the tile's rows with the state that is kept from earlier segments."""
     tile.out, tile.kept_out = tile.kept_out, tile.out
     tile.m_i, tile.kept_m_i = tile.kept_m_i, tile.m_i
     tile.l_i, tile.kept_l_i = tile.kept_l_i, tile.l_i
@@ -247,7 +249,7 @@ def exchange_kept(tile):
 
 @branch("segment_kv")
 def merge_kept(call, tile, rows):
-    """Merge the state of the tile's rows with what is kept of earlier segments, if anything is."""
+    """Merge the state of the tile's rows with the state that is kept from earlier segments, if there is one."""
     if tile.keeps:
         exchange_kept(tile)
         merge_rows(rows, tile.columns, tile.out, tile.m_i, tile.l_i, tile.kept_out, tile.kept_m_i, tile.kept_l_i)
@@ -265,7 +267,7 @@ def keep(call, tile, rows):
 
 @compiled
 def is_last(call, tile, unit, head, rows):
-    """Whether this split is the last of its rows' splits to finish; if so, all are now merged into the tile.
+    """Whether this split is the last of its rows' splits to finish; if so, all of them are now merged into the tile.
 
     Every split stores its partial result first, unless it is its rows' only split.
     """

@@ -6,24 +6,25 @@ weights are bfloat16, two in each *place* of 32 bits. A place of a query or key 
 two adjacent columns if keys are multiplied in the cache or expanded; a place of the weights or values holds two
 adjacent keys. If few keys have most of a row's weight, rounding their weights to bfloat16 would show in the result. The
 rounding errors of such rows are therefore kept in `lost` and multiplied too; `uneven` marks the groups of ROWS rows
-that have such rows. All rows keep them if a list `repeats` a key, whose equal rounding errors would add up. Each row
-sees no position outside [left, right). Each group of ROWS rows is multiplied with the keys that one of them sees by
-these bounds, whose range in the tile is in `spans`; other logits are arbitrary until they become weights of 0.
+that have such rows. All rows keep their rounding errors if a list `repeats` a key, because the equal errors of that
+key would add up. A row sees only positions in [left, right). A group of ROWS rows is multiplied only with the keys that
+any of its rows sees by these bounds. `spans` has the range of these keys in the tile. The logits of other keys are
+arbitrary until they become weights of 0.
 
 `k_scales` and `v_scales` have the addresses of the scales of K and V rows that are stored with scales. Scales of whole
-rows become factors of the keys, `k_factors` and `v_factors`; `mean_factors` has the mean of the latter, weighted by
-each row's weights (`multiply_weights`). If a zero point is not an integer from 0 to 15, a paired tile subtracts the
-nearest such integer from the codes, and `k_rests` and `v_rests` have the rest. The rest changes a logit in proportion
-to the sum of the query's columns, which `q_sums` has for each row.
+rows become factors of the keys, `k_factors` and `v_factors`; `mean_factors` has, for each row, the mean magnitude of
+`v_factors`, weighted by the row's weights (`multiply_weights`). If a zero point is not an integer from 0 to 15, a
+paired tile subtracts the nearest such integer from the codes, and `k_rests` and `v_rests` have the rest. The rest
+changes a logit in proportion to the sum of the query's columns, which `q_sums` has for each row.
 
 The lists whose names begin with `next` have the next keys. While the current keys are multiplied, `ahead` rows of
 `k_bytes` at the addresses `coming`, and as many of `v_bytes` at `coming_values`, are prefetched one by one, so that
 memory is never idle. These are the rows of the next keys, or a part of the next tile's rows for all of a program's
-heads (`_paged_heads`). If scales of latents lie apart from their rows, `scale_bytes` of each take the place of values
-there.
+heads (`_paged_heads`). If the scales of latents are stored apart from their rows, `scale_bytes` bytes of scales are
+prefetched instead of values.
 
 The rows of logits, transposed keys and values are one vector longer than necessary: if their stride were a power of
-two, the rows that are multiplied together would compete for few places in a first cache.
+two, the rows that are multiplied together would compete for few sets of the L1 cache.
 """
 
 import numpy as np
@@ -85,7 +86,7 @@ tile_at = record_at((*NUMBERS, *BUFFERS))
 ALL_ROWS = (1 << ROWS) - 1  # the bits of ROWS rows
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
 STEP = 16  # keys that few rows are multiplied with at a time
-PIECE = 2  # values that are read between prefetches of others
+PIECE = 2  # values that are read between two prefetches
 
 
 @compiled
@@ -93,10 +94,10 @@ def new_tile(rows, keys, width, columns, latent, paired, table, named, rows_at_o
     """Allocate a tile; returns its address, 0 if there is no memory.
 
     `width` is the number of places in a key, `columns` the number of columns in a value. In a `latent` tile a value is
-    the beginning of its key's row. `table` is the size in bytes of the table of a list's keys, see `_latent`; `named`
-    is that of the table of the blocks that lists name, see `_selected`, and `named_row` that of one of its rows.
-    `rows_at_once` of the rows are multiplied at a time. A tile whose keys are attended to in `segments` keeps a second
-    state of its rows, and a product of a row and a key is summed in one order however many rows there are.
+    the beginning of its key's row. `table` is the size in bytes of the hash table of a list's keys (see `_latent`).
+    `named` is the size in bytes of the table of the blocks that lists name (see `_selected`). `rows_at_once` rows are
+    multiplied at a time. With `segments`, a tile keeps a second state of its rows, and the order in which the product
+    of a row and a key is summed does not depend on the number of rows.
     """
     rows, keys = up_to(rows, ROWS), up_to(keys, LANES)
     width = up_to(width, LANES)
@@ -140,7 +141,7 @@ def reset(tile, rows):
 
 @compiled
 def begin(tile, rows):
-    """`reset` before new queries are read; those of the rows that pad them become 0."""
+    """`reset` before new queries are read. All logits, and the queries of padding rows, become 0."""
     whole = up_to(rows, ROWS)
     zero(tile.q + 4 * rows * tile.width, 4 * (whole - rows) * tile.width)
     zero(tile.s, 4 * min(whole, tile.s_rows) * tile.s_width)
@@ -158,14 +159,14 @@ def sum_query(tile, row):
 
 @inlined
 def set_bounds(tile, row, left, right):
-    """Set the range of positions outside which a row sees none."""
+    """Set the range [left, right) of positions outside which a row sees no key."""
     set_int(tile.left, row, left)
     set_int(tile.right, row, right)
 
 
 @inlined
 def read_query(tile, row, code, source, columns, in_order):
-    """Read one query. A `paired` tile pairs columns d and d + `width`, or neighbours if the keys' order is kept too."""
+    """Read one query. A `paired` tile pairs columns d and d + `width` or, if `in_order`, neighbouring columns."""
     target = tile.q + 4 * row * tile.width
     if not tile.paired:
         _formats.widen(code, source, target, columns)
@@ -188,7 +189,7 @@ def read_rows(code, sources, target, width, columns, count):
 
 @compiled
 def shift(tile, rows):
-    """Make the rows from row `rows` on, which must be a multiple of ROWS, the tile's first; bounds stay."""
+    """Make row `rows`, a multiple of ROWS, the tile's first row. Bounds are not shifted."""
     tile.q, tile.out = tile.q + 4 * rows * tile.width, tile.out + 4 * rows * tile.columns
     tile.m_i, tile.l_i = tile.m_i + 4 * rows, tile.l_i + 4 * rows
     tile.mean_factors, tile.q_sums = tile.mean_factors + 4 * rows, tile.q_sums + 4 * rows
@@ -196,7 +197,7 @@ def shift(tile, rows):
 
 @inlined
 def exchange(tile):
-    """Exchange the rows and their state with the packed ones."""
+    """Exchange the rows and their state with the packed rows and their state."""
     tile.q, tile.packed_q = tile.packed_q, tile.q
     tile.out, tile.packed_out = tile.packed_out, tile.out
     tile.m_i, tile.packed_m_i = tile.packed_m_i, tile.m_i
@@ -205,7 +206,7 @@ def exchange(tile):
 
 @compiled
 def pack_rows(tile, first, rows):
-    """Make `rows` rows from row `first` on the tile's only ones, padded to a multiple of ROWS."""
+    """Make `rows` rows, from row `first` on, the tile's only rows. Zeros pad their queries to a multiple of ROWS."""
     copy(tile.packed_q, tile.q + 4 * first * tile.width, 4 * rows * tile.width)
     copy(tile.packed_out, tile.out + 4 * first * tile.columns, 4 * rows * tile.columns)
     copy(tile.packed_m_i, tile.m_i + 4 * first, 4 * rows)
@@ -216,7 +217,7 @@ def pack_rows(tile, first, rows):
 
 @compiled
 def unpack_rows(tile, first, rows):
-    """Undo `pack_rows`: keep the state of its rows, and make all rows the tile's again."""
+    """Undo `pack_rows`: write the state of the packed rows back, and make all rows the tile's rows again."""
     exchange(tile)
     copy(tile.out + 4 * first * tile.columns, tile.packed_out, 4 * rows * tile.columns)
     copy(tile.m_i + 4 * first, tile.packed_m_i, 4 * rows)
@@ -297,7 +298,7 @@ def round_weights(s, lost, count):
 
 @compiled
 def sum_of_rests(s, lost, rests, count):
-    """The sum of `rests` by a row's weights, which are rounded to bfloat16; `lost` is that of `round_weights`."""
+    """The sum of `rests`, weighted by a row's weights in bfloat16; `lost` is as in `round_weights`."""
     sums = splat(0.0)
     for index in range(0, count, LANES):
         weights = _formats.read_bfloat16(s, index)
@@ -309,7 +310,7 @@ def sum_of_rests(s, lost, rests, count):
 
 @inlined
 def seen_of(tile, row, first, count):
-    """The range of the `count` keys from position `first` on that a row sees; an empty one has any bounds."""
+    """The range of the `count` keys from position `first` on that a row sees; an empty range has any bounds."""
     return within(int_at(tile.left, row) - first, count), within(int_at(tile.right, row) - first, count)
 
 
@@ -371,8 +372,8 @@ def weigh_rows(tile, rows, row, first, count):
 def weigh_keys(tile, rows, first, count, holes, factors, rests):
     """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing.
 
-    `factors`, unless it is 0, is the address of numbers that the keys' weights are multiplied by for the values.
-    `rests`, unless it is 0, is the address of numbers to subtract from all columns of the keys' values.
+    If `factors` is not 0, it is the address of the factors of the keys' values, by which the weights are multiplied. If
+    `rests` is not 0, it is the address of numbers that are subtracted from all columns of the keys' values.
     """
     if holes:
         for key in range(count):
@@ -402,10 +403,10 @@ def scale_weights(tile, first, stop, factors, count):
 
 @compiled
 def round_rows(tile, first, uneven, count, rests):
-    """Round the weights of ROWS rows, from row `first` on, keep the errors of `uneven` ones, and subtract the `rests`.
+    """Round the weights of ROWS rows, from row `first` on, and subtract the `rests` from their results.
 
-    `uneven` has a bit for each row. If some but not all are, the errors of the others count as 0, so that a row's
-    result does not depend on the other rows.
+    `uneven` has a bit for each row whose rounding errors are kept. If only some rows have it, the errors of the other
+    rows count as 0, so that a row's result does not depend on the other rows.
     """
     for row in range(first, first + ROWS):
         offset = 4 * row * tile.s_width
@@ -413,7 +414,7 @@ def round_rows(tile, first, uneven, count, rests):
         if uneven and not lost:
             zero(tile.lost + offset, 2 * count)
         round_weights(tile.s + offset, lost, count)
-        if rests:  # by the rounded weights, so that rounding does not move a mean away from zero
+        if rests:  # weighted by the rounded weights, so that rounding does not move a mean away from zero
             rest = sum_of_rests(tile.s + offset, lost, rests, count)
             add_in_all(tile.out + 4 * row * tile.columns, tile.columns, -rest)
 
@@ -437,7 +438,7 @@ def transpose_keys(keys, count, otherwise, places, target, width):
 
 @compiled
 def multiply_many(tile, keys, rows, count, factor, product):
-    """`multiply_few` for many rows, for which keys are transposed; `product` is that of floats or of pairs."""
+    """`multiply_few` for many rows, for which keys are transposed; `product` is the one for floats or pairs."""
     width, s_width, whole = tile.width, tile.s_width, up_to(rows, ROWS)
     for key in range(0, count, LANES):
         prefetch_keys(tile, key, key + LANES)
@@ -452,9 +453,9 @@ def multiply_many(tile, keys, rows, count, factor, product):
 def multiply_few(tile, keys, rows, count, factor, scores):
     """Set `s` to `factor` times the products of few rows and the `count` keys whose addresses `keys` lists.
 
-    `scores` is that of floats or of pairs. Some keys are multiplied at a time. Rows before the first and after the last
-    one that sees any of them are left out. If keys are multiplied in the cache, coming rows are prefetched during their
-    products, otherwise before them.
+    `scores` is the function for floats or for pairs. STEP keys are multiplied at a time, with the rows from the first
+    row to the last row that sees any of these keys. If keys are multiplied in the cache, the coming rows are prefetched
+    during the products, otherwise before them.
     """
     width, s_width, in_place = tile.width, tile.s_width, keys == tile.sources
     for key in range(0, count, STEP):
@@ -517,7 +518,7 @@ def multiply_keys(call, tile, keys, rows, first, count, factor, factors, rests, 
 
 @compiled
 def mix_values_in_place(tile, rows, count):
-    """Add the weighted values of `count` keys, which lie in the cache as float32 in whole blocks of columns."""
+    """Add the weighted values of `count` keys: float32 rows in the cache, with whole blocks of columns."""
     for key in range(count):
         if not int_at(tile.v_sources, key):
             set_int(tile.v_sources, key, tile.zeros)

@@ -18,10 +18,10 @@ from ragged_attention.portable.numba._pipeline import Inlined, PartFunction
 
 def features_of_the_cpu() -> dict[str, bool]:
     """The CPU features that Numba compiles for: the host's, unless NUMBA_CPU_FEATURES or NUMBA_CPU_NAME is set."""
-    given: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
-    if given is None:
+    features: str | None = config.CPU_FEATURES  # type: ignore[attr-defined]
+    if features is None:
         return dict(binding.get_host_cpu_features())
-    return {name[1:]: name[0] == "+" for name in given.split(",") if name}
+    return {name[1:]: name[0] == "+" for name in features.split(",") if name}
 
 
 LANES = 16 if features_of_the_cpu().get("avx512f") else 8
@@ -115,13 +115,13 @@ def function_of(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], 
     def decorated(emit: Callable[..., Any]) -> Any:
         def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             del signature
-            made = emit(builder, *values)
-            return context.get_dummy_value() if made is None else made
+            value = emit(builder, *values)
+            return context.get_dummy_value() if value is None else value
 
         names = [f"a{index}" for index in range(len(arguments))]
-        made = intrinsic_of(emit.__name__, names, lambda *_: (signature(result, *arguments), generate))
-        made.__doc__ = emit.__doc__
-        return made
+        new_intrinsic = intrinsic_of(emit.__name__, names, lambda *_: (signature(result, *arguments), generate))
+        new_intrinsic.__doc__ = emit.__doc__
+        return new_intrinsic
 
     return decorated
 
@@ -150,7 +150,7 @@ def lane_numbers(builder: Any) -> Any:
 
 
 def add_product(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded only once if the CPU has such an instruction."""
+    """a * b + c, rounded only once if the CPU has a fused multiply-add."""
     return called(builder, f"llvm.fmuladd.v{LANES}f32", FLOATS, a, b, c)
 
 
@@ -178,7 +178,7 @@ def join(builder: Any, low: Any, high: Any) -> Any:
 
 
 def halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
-    """The two vectors that `join` made pairs of bfloat16 from, as far as these hold them."""
+    """The low and the high numbers of pairs of bfloat16 as two vectors of float32: the inverse of `join`."""
     bits = builder.bitcast(pairs, INTS)
     low, high = builder.shl(bits, constant(INTS, 16)), builder.and_(bits, constant(INTS, 0xFFFF0000))
     return builder.bitcast(low, FLOATS), builder.bitcast(high, FLOATS)
@@ -191,7 +191,7 @@ def sum_of_pairs(builder: Any, pairs: Any) -> Any:
 
 
 def interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
-    """The pairs of numbers at the same places of two vectors of bfloat16, from place `first` on."""
+    """Pairs of the numbers at the same places of two vectors of bfloat16, for LANES places from `first` on."""
     kind = ir.VectorType(I16, 2 * LANES)
     a, b = (builder.bitcast(each, kind) for each in (a, b))
     places = [place for lane in range(first, first + LANES) for place in (lane, 2 * LANES + lane)]
@@ -200,13 +200,13 @@ def interleaved(builder: Any, a: Any, b: Any, first: int) -> Any:
 
 @function_of(vector, vector, vector)
 def paired_low(builder: Any, a: Any, b: Any) -> Any:
-    """The pairs of numbers at the same places of two vectors of bfloat16, for the first half of these."""
+    """Pairs of the numbers at the same places of two vectors of bfloat16, for the first half of the places."""
     return interleaved(builder, a, b, 0)
 
 
 @function_of(vector, vector, vector)
 def paired_high(builder: Any, a: Any, b: Any) -> Any:
-    """`paired_low` for the second half."""
+    """`paired_low` for the second half of the places."""
     return interleaved(builder, a, b, LANES)
 
 
@@ -235,7 +235,7 @@ def magnitude(builder: Any, a: Any) -> Any:
 
 
 def _larger_magnitude(builder: Any, a: Any, b: Any) -> Any:
-    """The larger magnitude in each lane; NaN if either is NaN, whose bits, as an integer, exceed those of infinity."""
+    """The larger magnitude in each lane; NaN if either is NaN: as an integer, NaN is larger than infinity."""
     x, y = (bits_in(builder, each, 0x7FFFFFFF) for each in (a, b))
     return builder.bitcast(builder.select(builder.icmp_signed(">", x, y), x, y), FLOATS)
 
@@ -265,7 +265,7 @@ def without_signs_of_nan(builder: Any, a: Any) -> Any:
 
 @function_of(vector, vector)
 def truncated(builder: Any, a: Any) -> Any:
-    """Rounded towards zero; the result must fit int32."""
+    """`a` rounded towards zero; the result must fit int32."""
     return builder.sitofp(builder.fptosi(a, INTS), FLOATS)
 
 
@@ -304,19 +304,19 @@ def largest_of_magnitudes(builder: Any, a: Any) -> Any:
 
 
 def _quads(*runs: int) -> list[int]:
-    """The lanes in some runs of four, for `shuffled`."""
+    """The lanes of the given runs of four lanes, for `shuffled`."""
     return [4 * run + lane for run in runs for lane in range(4)]
 
 
 # ---- numbers of four rows in one vector
 
 ROWS = 4
-SPAN = LANES // ROWS  # the lanes of a row there
+SPAN = LANES // ROWS  # lanes per row in such a vector
 FEW = ir.VectorType(F32, ROWS)
 
 
 def _by_rows(step: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """Code that reduces four vectors: the result of the first fills the first SPAN lanes, and so on."""
+    """A function that emits a reduction of four vectors: SPAN lanes with the result of the first, then the others."""
 
     def emit(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         half, quarters = LANES // 2, [range(part * SPAN, (part + 1) * SPAN) for part in range(2 * ROWS)]
@@ -325,10 +325,10 @@ def _by_rows(step: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
             step(builder, shuffled(builder, low, x, y), shuffled(builder, high, x, y)) for x, y in ((a, b), (c, d))
         )
         even, odd = ([lane for part in range(first, 2 * ROWS, 2) for lane in quarters[part]] for first in (0, 1))
-        found, distance = step(builder, shuffled(builder, even, ab, cd), shuffled(builder, odd, ab, cd)), SPAN
+        reduced, distance = step(builder, shuffled(builder, even, ab, cd), shuffled(builder, odd, ab, cd)), SPAN
         while distance := distance // 2:
-            found = step(builder, found, shuffled(builder, [lane ^ distance for lane in range(LANES)], found))
-        return found
+            reduced = step(builder, reduced, shuffled(builder, [lane ^ distance for lane in range(LANES)], reduced))
+        return reduced
 
     return emit
 
@@ -339,7 +339,7 @@ largest_by_rows = function_of(vector, vector, vector, vector, vector)(_by_rows(_
 
 @function_of(vector, types.int64, types.int64)
 def load_by_rows(builder: Any, address: Any, index: Any) -> Any:
-    """Four floats, one for each row."""
+    """Four floats from memory, one for each row."""
     numbers = load_aligned(builder, element(builder, address, index, F32), FEW, 4)
     return shuffled(builder, [lane // SPAN for lane in range(LANES)], numbers)
 
@@ -373,8 +373,8 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
     """Store the lane sums of LANES vectors, times `factor`, as 4 rows of LANES / 4 floats, `stride` floats apart."""
 
     def halved(first: list[int], second: list[int], pairs: Any) -> list[Any]:
-        found = zip(pairs[::2], pairs[1::2], strict=True)
-        return [builder.fadd(shuffled(builder, first, a, b), shuffled(builder, second, a, b)) for a, b in found]
+        neighbours = zip(pairs[::2], pairs[1::2], strict=True)
+        return [builder.fadd(shuffled(builder, first, a, b), shuffled(builder, second, a, b)) for a, b in neighbours]
 
     # Sum within runs of four lanes first, which is cheapest: add adjacent lanes twice.
     even = [base + lane for run in range(0, LANES, 4) for base in (run, run + LANES) for lane in (0, 2)]
@@ -396,8 +396,8 @@ def store_totals(builder: Any, address: Any, stride: Any, factor: Any, *vectors:
 def transpose(builder: Any, sources: Any, count: Any, otherwise: Any, floats: Any, target: Any, stride: Any) -> None:
     """Transpose the first `floats` of LANES rows, a multiple of LANES; the rows of `target` are `stride` floats apart.
 
-    `sources` lists the addresses of `count` rows. For further rows, and for those at address 0, the row at `otherwise`
-    is read.
+    `sources` lists the addresses of `count` rows. For further rows, and for rows at address 0, the row at
+    `otherwise` is read.
     """
     addresses = []
     for index in range(LANES):
@@ -521,10 +521,11 @@ def add_to(builder: Any, address: Any, amount: Any) -> Any:
 
 @function_of(types.none, types.int64, types.float32)
 def raise_float(builder: Any, address: Any, value: Any) -> None:
-    """Replace a float32 atomically by `value` if that is larger, or by NaN, which then stays.
+    """Replace a float32 atomically by `value` if `value` is larger or NaN. A NaN is never replaced.
 
-    As integers, numbers from 0 up ascend, and positive NaN follows them. Negative numbers descend as unsigned integers.
-    So numbers of either sign need a maximum or a minimum; the other operation changes nothing.
+    The bits are compared as integers. A `value` from 0 up, or NaN, needs a signed maximum, because these integers
+    ascend. A negative `value` needs an unsigned minimum, because these integers descend. Both operations run, but the
+    operand of the other one changes nothing.
     """
     place, bits = builder.inttoptr(address, I32.as_pointer()), builder.bitcast(value, I32)
     bits = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(I32, 0x7FC00000), bits)
@@ -546,7 +547,7 @@ def bits_of_float(builder: Any, value: Any) -> Any:
 
 @function_of(types.int64, types.int64)
 def trailing_zeros(builder: Any, bits: Any) -> Any:
-    """The number of the lowest bit that is set in an int64; 64 if none is."""
+    """The index of the lowest bit that is set in an int64; 64 if no bit is set."""
     return builder.cttz(bits, ir.Constant(I1, 0))
 
 
@@ -577,7 +578,7 @@ def copy(builder: Any, target: Any, source: Any, size: Any) -> None:
 
 
 def prefetch_line(builder: Any, address: Any, level: int = 1) -> None:
-    """Emit the prefetch of the cache line at an address, an i64, which need not be valid, into a level of caches."""
+    """Emit a prefetch into the L1 or L2 cache (`level`) of the line at an i64 address, which need not be valid."""
     hints = [ir.Constant(I32, hint) for hint in (0, 4 - level, 1)]  # 0: to read it, 1: as data
     called(builder, "llvm.prefetch.p0i8", ir.VoidType(), builder.inttoptr(address, I8.as_pointer()), *hints)
 
@@ -594,14 +595,14 @@ def _prefetch_into(level: int) -> Any:
     return prefetch
 
 
-# prefetch(address, size): prefetch some bytes into the first cache; the address need not be valid. What is prefetched
-# long before it is used, and would fill that cache, goes to the second one.
+# prefetch(address, size): prefetch `size` bytes into the L1 cache; the address need not be valid. `prefetch_early` uses
+# the L2 cache: it is for bytes that are used much later and would fill the L1 cache.
 prefetch, prefetch_early = _prefetch_into(1), _prefetch_into(2)
 
 
 @function_of(types.none, types.int64, types.int64)
 def prefetch_vector(builder: Any, address: Any, index: Any) -> None:
-    """Prefetch the vector of floats that begins with float `index` from an address on; it need not be valid."""
+    """Prefetch the vector of floats that begins with float `index` from an address on, which need not be valid."""
     prefetch_line(builder, builder.add(address, builder.mul(index, number(4))))
 
 

@@ -36,7 +36,7 @@ from ragged_attention.portable.numba._vectors import (
 EXTENSION, API, CONTEXT, NUM_OPERANDS, OPERANDS, NUM_RESULTS, RESULTS, ATTRIBUTES = 1, 2, 3, 7, 9, 12, 14, 20
 DATA, RANK, DIMENSIONS = 3, 4, 5  # in a buffer
 VALUES = 2  # in an array of numbers
-IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; TYPE is in words of four bytes, IS_METADATA is a value there
+IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; TYPE is in words of four bytes, IS_METADATA is a value of it
 VERSION, TRAITS = 3, 4  # in the metadata
 CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # in the table of XLA's functions
 RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 8, 9
@@ -60,7 +60,10 @@ def data_of(buffer):
 
 @compiled
 def succeeds(api, function, arguments, size):
-    """Call one of XLA's functions with `size` words of arguments, and set the first two; returns its success."""
+    """Call one of XLA's functions; returns whether it succeeds.
+
+    It has `size` words of arguments, of which this function sets the first two.
+    """
     set_int(arguments, 0, 8 * size)
     set_int(arguments, 1, 0)
     error = call_at(int_at(api, function), arguments)
@@ -90,7 +93,7 @@ def task(block):
 
 @compiled
 def lacks_branches(about, needed):
-    """Whether one of the kernel's branches that a call needs is not compiled; `needed` has a bit for each of these."""
+    """Whether a branch that a call needs is not compiled; `needed` has a bit for each branch."""
     lacks = False
     for index in range(about.num_branches):
         lacks = lacks or (needed >> index & 1 and int_at(about.branches, index) == 0)
@@ -129,7 +132,7 @@ def handle(frame, address):
     set_int(arguments, 3, arguments + 64)
     if succeeds(api, NUM_THREADS, arguments, 4):
         threads = int_at(arguments, 8)
-    # A call's last numbers are `num_threads`, which no caller knows, and `branches`.
+    # The last two numbers of a call are `num_threads`, which the caller does not know, and `branches`.
     set_int(record, results + about.num_results + about.num_numbers - 2, threads)
     count = call_at(about.plan, record)
     set_int(record, NUM_PROGRAMS, count)
@@ -178,7 +181,7 @@ def _error(message: str, code: int) -> int:
     return arguments.ctypes.data
 
 
-@functools.cache  # every trace of a call asks for the handler
+@functools.cache  # because every trace of a call requests it
 @forking.postponed()
 def handler(kernel: Any, include: str) -> Any:
     """A kernel's handler, as a ctypes function."""

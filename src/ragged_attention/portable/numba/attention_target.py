@@ -88,7 +88,7 @@ def list_keys(call, tile, token, start, entry, length):
 
 @compiled
 def read_queries(call, tile, token, first, last):
-    """Read the queries and lse of the heads [first, last), padded with zeros; returns how many rows these are."""
+    """Read the queries and lse of the heads [first, last), padded with zeros; returns the padded number of rows."""
     rows = last - first
     whole = up_to(rows, ROWS)
     read_heads(call, tile, token, first, last, whole)

@@ -103,15 +103,15 @@ def list_keys(call, tile, token, entry, owner, owners):
     count, (start, length) = 0, entries_of(call, token)
     row, size = call.d_logits + 4 * token * call.d_logits_token_stride, size_of(call.q_format)
     while entry < length and count < tile.keys:
-        key, here = key_of(call, token, start, entry), entry
+        key, this_entry = key_of(call, token, start, entry), entry
         entry += 1
         if key < 0:
             continue
         if key // RUN % owners != owner:
             if not call.listed:
-                entry += RUN - 1 - key % RUN  # the rest of the run
+                entry += RUN - 1 - key % RUN  # skip the rest of the run
             continue
-        column = here if call.listed or call.relative else key
+        column = this_entry if call.listed or call.relative else key
         scale = float_at(call.key_scale, key * call.key_scale_slot_stride) if call.key_scale else np.float32(1)
         set_int(tile.sources, count, call.keys + size * key * call.keys_slot_stride)
         set_int(tile.places, count, key)
@@ -125,7 +125,7 @@ def list_keys(call, tile, token, entry, owner, owners):
 
 @compiled
 def read_queries(call, tile, token, first, last):
-    """Read the queries and weights of the heads [first, last), padded with zeros; returns how many rows these are."""
+    """Read the queries and weights of the heads [first, last), padded with zeros; returns the padded number of rows."""
     rows = last - first
     whole = up_to(rows, ROWS)
     read_heads(call, tile, token, first, last, whole)
@@ -137,7 +137,7 @@ def read_queries(call, tile, token, first, last):
 
 @compiled
 def differentiate(tile, rows, count):
-    """Write the gradients of the products of `rows` queries and `count` keys to `s`, and add to `d_w`."""
+    """Write the gradients of the products of `rows` queries and `count` keys to `s`; add those of weights to `d_w`."""
     scores(tile.q, tile.k_rows, tile.s, rows, count, tile.width, tile.width, tile.keys, np.float32(1), 0, 0)
     none = splat(0.0)
     for row in range(rows):

@@ -60,7 +60,8 @@ def write(call, token, slot, weight, cos, sin, row, rounded):
         source = call.kv + size * (token * call.kv_token_stride + head * call.kv_head_stride)
         widen(call.kv_format, source, row, call.width)
         if call.normalized:
-            # Lanes after the normalised columns must be 0, so these are read into memory of their own.
+            # `normalize` needs zeros after the last normalised column, so these columns are read once more, on their
+            # own.
             widen(call.kv_format, source, rounded, call.normalized)
             normalize(rounded, weight, call.normalized, call.eps)
             copy(row, rounded, 4 * call.normalized)

@@ -45,7 +45,7 @@ def plan(address):
 
 @compiled
 def prepare(call, source, weight, cos, sin, row):
-    """Read a head of a token, normalise it if there are weights, and rotate it."""
+    """Read a head of a token, normalise it if it has weights, and rotate it."""
     widen(call.format, source, row, call.head_dim)
     if weight:
         normalize(row, weight, call.head_dim, call.eps)
@@ -54,7 +54,7 @@ def prepare(call, source, weight, cos, sin, row):
 
 @compiled
 def prepare_queries(call, token, weight, cos, sin, row):
-    """Compute one token's queries of all heads."""
+    """Normalise and rotate one token's queries of all heads."""
     size = size_of(call.format)
     for head in range(call.num_q_heads):
         source = call.q + size * (token * call.q_token_stride + head * call.q_head_stride)

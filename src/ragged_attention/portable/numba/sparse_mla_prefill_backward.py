@@ -37,7 +37,7 @@ FIELDS = Fields(
 call_of = FIELDS.at
 FEATURES = frozenset({"d_lse", "sm_scale", "d_v", "sinks", "topk_lens", "deterministic"})
 MIN_OWNERS, MAX_OWNERS = 4, 32
-KEYS_OF_AN_OWNER = 16  # on average, in one list
+KEYS_OF_AN_OWNER = 16  # average number of keys per list that an owner has
 
 
 def plan(address):
@@ -74,7 +74,7 @@ def list_keys(call, tile, token, head, entry, length, owner, owners):
 
 @compiled
 def read_queries(call, tile, token, head, first, last):
-    """Read the rows [first, last) of a KV head's group; those that have seen a key see all keys of the tile."""
+    """Read the rows [first, last) of a KV head's group; rows that see any key see the whole tile."""
     group, rows = call.num_q_heads // call.num_kv_heads, last - first
     for row in range(rows):
         q_head = head * group + first + row

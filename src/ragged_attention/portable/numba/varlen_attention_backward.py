@@ -5,9 +5,9 @@ gradients of these keys and values, and it sums the gradients of the queries ove
 large share of the work, its keys are split; the last split to finish sums the query gradients of all splits, in the
 order of the splits. With ranges of keys, a tile of keys skips the blocks of queries that see none of them, and keys
 that no query sees count as zeros; with lists of blocks, each query visits its own keys (`_packed_lists`). If all
-queries share the relative bias, each program sums its gradient over the program's keys and queries, and the last
-program of a KV head to finish adds up the sums. A table of one query is written by one program, so then keys are not
-split.
+queries share the relative bias, each program sums the gradient of the bias over the program's keys and queries, and the
+last program of a KV head to finish adds up the sums. If each query has its own table of biases, one program must write
+the table's whole gradient, so keys are not split.
 """
 
 from typing import Any
@@ -90,7 +90,7 @@ def sums_bias(call):
 
 @compiled
 def columns_of(call, seq, low, high):
-    """The range of columns of `relative_bias` that a sequence's queries and its keys [low, high) have."""
+    """The range of columns of `relative_bias` that a sequence's queries and its keys [low, high) use."""
     start, stop = queries_of(call, seq)
     kv_len, last = kv_len_of(call, seq), call.bias_width - 1
     nearest = kv_len - (stop - start) - (high - 1) + call.bias_at_own
@@ -200,7 +200,7 @@ def tokens_seeing(call, seq, bounds, first, stop):
 
 @compiled
 def clear_unseen(call, tile, first_token, last_token, kv_len, first, count):
-    """Replace those of the tile's keys, the first of them at position `first`, that no query sees by zeros."""
+    """Set the tile's keys and values that no query sees to zeros; the first key is at position `first`."""
     position, stop = first, first + count
     while position < stop:
         begin, end, _ = _masks.next_span(call, first_token, last_token, kv_len, position, 1)
@@ -233,8 +233,8 @@ def read_queries(call, tile, seq, head, first, last):
             low, high = min(low, left), max(high, right)
         read_token(call, tile, row, token, head, kv_len - stop + token, left, right)
         if call.num_ranges > 1:
-            for own in range(row, row + group):
-                _masks.list_gaps(call, tile, own, token, left, right, kv_len)
+            for token_row in range(row, row + group):
+                _masks.list_gaps(call, tile, token_row, token, left, right, kv_len)
         row += group
     pad_rows(tile, row)
     return low, high
@@ -257,7 +257,7 @@ def add_gradients(call, tile, rows, first, offset, count, dq):
 def attend_backward(call, tile, unit, head, dq, bounds):
     """Write the gradients of a unit's keys and values, and add those of the sequence's queries to `dq`.
 
-    `bounds` has room for the bounds of the sequence's queries (see `list_bounds`).
+    `bounds` is memory for the bounds of the sequence's queries (see `list_bounds`).
     """
     seq, low, high = unit.seq, unit.low, unit.high
     start, stop = queries_of(call, seq)
@@ -288,14 +288,14 @@ def attend_backward(call, tile, unit, head, dq, bounds):
 
 @compiled
 def sums_of(call, unit, head):
-    """The address of the sums of a unit and KV head: floats [group, `sums_stride_of`], from its first column on."""
+    """The address of the sums of a unit and KV head: floats [group, `sums_stride_of`], from the unit's first column."""
     group, stride = call.num_q_heads // call.num_kv_heads, sums_stride_of(call, unit.seq, unit.low, unit.high)
     return call.partials + 4 * (unit.sums * call.num_kv_heads + head * group * stride)
 
 
 @compiled
 def begin_sums(call, tile, unit, head):
-    """Zero the sums of a unit. The tile gets the address at which those of the first table have column 0."""
+    """Zero the sums of a unit, and set `tile.sums` to the address where column 0 of the first table would be."""
     first, _ = columns_of(call, unit.seq, unit.low, unit.high)
     group, sums = call.num_q_heads // call.num_kv_heads, sums_of(call, unit, head)
     tile.sums_stride = sums_stride_of(call, unit.seq, unit.low, unit.high)
@@ -373,7 +373,7 @@ def program(call, tile, index):
 
 @inlined
 def pairs_up(call):
-    """Whether pairs of bfloat16, which hold all inputs, fill whole vectors, so that exact products are made of them."""
+    """Whether to multiply pairs of bfloat16: inputs must be bfloat16, and their rows must fill whole vectors."""
     return PAIRS and call.q_format == BFLOAT16 and call.head_dim % COLUMNS == 0 and call.v_head_dim % COLUMNS == 0
 
 

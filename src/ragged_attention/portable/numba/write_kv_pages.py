@@ -51,7 +51,7 @@ def store_row(call, code, source, target, count, scale, row):
 
 @compiled
 def store_scaled_row(call, side, source, target, scales, count, scale, largest, row):
-    """`store_row` for a row of a side of the cache, which may have scales of its own, at the address `scales`."""
+    """`store_row` for a row of K or V, the `side`. If it has scales, they are written to the address `scales`."""
     if side.num_scales == 0:
         store_row(call, side.codes, source, target, count, scale, row)
         return

@@ -35,7 +35,7 @@ def plan(address):
 
 @compiled
 def store_row(call, cache, head, source, target, scales, row):
-    """Store a row of kv's dtype as the cache does, with its scales if it has some; `row` is memory for floats."""
+    """Store a row of kv's dtype in the format of the cache, with scales if it has any; `row` is memory for floats."""
     kv_scale = scale_of(call.kv_scale, call.kv_scale_format, call.kv_scale_stride, call.kv_scale_number, head)
     rope_scale = scale_of(call.rope_scale, call.rope_scale_format, call.rope_scale_stride, call.rope_scale_number, head)
     if cache.group == 0 and kv_scale == 1 and rope_scale == 1 and cache.codes == call.kv_format:
