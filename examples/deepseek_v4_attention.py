@@ -6,9 +6,10 @@
 
 Each token attends to the last tokens of its sequence and to the top-k compressed rows, in one softmax with an attention
 sink. A compressed row stands for 4 tokens. Uncompressed rows and compressed rows are in two fp8 caches. An indexer
-selects the compressed rows; a third cache holds its own compressed keys in e4m3. One call of `mla_decode` reads both
-fp8 caches. Prefill uses the same call as decode steps, because each token has its own lists. One page table serves all
-three caches: a page holds 64 tokens in the first cache, and 16 compressed rows or keys in the other two.
+selects the compressed rows. It has its own compressed keys, which are in a third cache in e4m3. One call of
+`mla_decode` reads both fp8 caches. Prefill uses the same call as decode steps, because each token has its own lists.
+The three caches share one page table: a page has 64 tokens in the first cache, and 16 compressed rows or keys in the
+other two caches.
 
 Every selection is checked against logits in float64, computed from the same quantised values. Every attention output is
 compared with dense attention under a mask, in float64 over the dequantised caches. The layer's output is compared with
@@ -82,11 +83,11 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def recent_tokens(hidden: torch.Tensor, seqs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The hidden states [N, 2, RATIO, HIDDEN] of N groups of tokens, each after those of its preceding group.
+    """The hidden states [N, 2, RATIO, HIDDEN] of N groups of tokens: first of the preceding group, then of the group.
 
-    A sequence's first group, which has the number 0, gets arbitrary states for its preceding group. `hidden`
-    [S, L, HIDDEN] has all tokens. The groups are given by their sequences, `seqs` [N], and by their numbers in these
-    sequences, `numbers` [N].
+    A sequence's first group, which has the number 0, has no preceding group and gets arbitrary states for it. `hidden`
+    [S, L, HIDDEN] are the states of all tokens. `seqs` [N] are the sequences of the groups, and `numbers` [N] are the
+    groups' numbers in these sequences.
     """
     positions = numbers[:, None] * RATIO + torch.arange(-RATIO, RATIO, device=numbers.device)
     return hidden[seqs[:, None], positions.clamp(min=0)].unflatten(1, (2, RATIO))
@@ -147,10 +148,10 @@ class Layer:
         return values.view(q.shape), weights * scales.view(weights.shape)
 
     def output(self, attended: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The layer's output for the attention's output [T, H, ROW].
+        """The output of the layer, from the result of attention [T, H, ROW].
 
-        Rows are cached with rotated columns, and are also the values. The rotation by the negative positions makes the
-        contribution of a row depend only on its distance from the query.
+        The cached rows, which are also the values, have rotated columns. Here, the result is rotated by the negative
+        positions of the queries, so that the contribution of a row depends only on its distance from the query.
         """
         return torch.einsum("thd,hde->te", rotate(attended, -positions), self.weights["out"])
 
@@ -277,7 +278,7 @@ class Check:
     def _check_layer(
         self, got: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor
     ) -> None:
-        """Compare the layer's output with that of a sequence's tokens [L, HIDDEN] in float64 without a cache."""
+        """Compare the layer's output with its output in float64 without a cache, from all tokens [L, HIDDEN]."""
         near = self.exact.rows(hidden, torch.arange(len(hidden)))
         numbers = torch.arange(len(hidden) // RATIO)
         far = self.exact.compressed("row", recent_tokens(hidden[None], torch.zeros_like(numbers), numbers), numbers)

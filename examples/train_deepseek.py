@@ -172,7 +172,7 @@ def by_formulas(stage: str, weights: Weights, batch: Batch, arguments: argparse.
 
 
 def largest_difference(stage: str, weights: Weights, batch: Batch, arguments: argparse.Namespace) -> float:
-    """The largest difference of a gradient from the float64 gradient, relative to the latter's largest entry."""
+    """The largest difference of a gradient from the float64 gradient, relative to that gradient's largest entry."""
     learning = [name for name in weights if (name in OF_INDEXER) >= (stage == "warm-up")]
     if stage == "dense":
         learning = [name for name in learning if name not in OF_INDEXER]

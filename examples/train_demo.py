@@ -124,7 +124,7 @@ class Text:
         self.bytes = torch.frombuffer(bytearray(b"".join(encoded)), dtype=torch.uint8).long()
 
     def pieces(self, batch: int, length: int) -> Tensor:
-        """Random pieces [B, T + 1]. Half of them begin where a paragraph begins, like prompts; the rest, anywhere."""
+        """Random pieces [B, T + 1]. Half of the pieces begin where a paragraph begins, like the demo's prompts."""
         at_starts = self.starts[torch.randint(len(self.starts), (batch // 2,), generator=self.generator)]
         anywhere = torch.randint(len(self.bytes), (batch - batch // 2,), generator=self.generator)
         rows = torch.cat((at_starts, anywhere))[:, None] + torch.arange(length + 1)

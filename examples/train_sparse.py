@@ -25,7 +25,7 @@ from ragged_attention.torch import select_blocks, varlen_attention
 
 BOUND = 1e-4  # relative to a gradient's largest entry: both attentions sum in float32, in different orders
 FALL = 0.8  # the largest allowed ratio of the mean loss of the last steps to that of the first steps
-STEPS = 5  # the number of steps in either mean
+STEPS = 5  # the number of first steps, and of last steps, over which the loss is averaged
 
 
 def starts_of(row: Row) -> torch.Tensor:

@@ -35,7 +35,7 @@ from ragged_attention.kernels_pallas._blocks import (
 SUBLANES = 8
 KEYS = 512  # keys per block, if they fit: 2 MiB of K and V with 8 heads of 128 in bfloat16
 MAX_HEADS = 8  # maximum KV heads per step; `paged_attention` unrolls their code
-MIN_COLUMNS = 128  # blocks with more columns of logits than this shrink before the heads per step are reduced
+MIN_COLUMNS = 128  # to fit in VMEM, blocks shrink to this many columns of logits before a step takes fewer heads
 DEFAULT_LIMIT = 2**24  # bytes of VMEM that a kernel may use on any TPU without requesting a limit
 BUDGET = DEFAULT_LIMIT * 3 // 4  # maximum bytes of VMEM for a launch's arrays; less if a low limit is requested
 TOP_HALF = -(2**16)  # mask of the bits that a float32 and a bfloat16 have in common

@@ -407,7 +407,7 @@ def test_what_the_compiler_says_beside_is_logged(small, caplog):
     says(small, "ptxas warning : Registers are spilled to local memory in function 'kernel'")
     with caplog.at_level(logging.WARNING, logger="ragged_attention"):
         _native.library()
-    assert "the compiler of the CUDA kernels said, and went on:\ncommon.cu:\nptxas warning" in caplog.text
+    assert "the compiler of the CUDA kernels succeeded with this output:\ncommon.cu:\nptxas warning" in caplog.text
 
 
 @pytest.mark.parametrize("release", ["12.7", "9.2"])

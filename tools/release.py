@@ -27,7 +27,7 @@ HEADING = re.compile(r"^## (?P<version>\d+\.\d+\.\d+)(?: - (?P<date>\d{4}-\d{2}-
 CITED = re.compile(r"^version: (\S+)$", re.MULTILINE)
 UNRELEASED = re.compile(r"^## Unreleased$(.*?)(?=^## )", re.MULTILINE | re.DOTALL)
 
-# A program for an environment without torch and jax. It checks that the installed package computes by its reference.
+# A program for an environment without torch and jax. It checks that the package computes with its NumPy reference.
 WITHOUT_EXTRAS = """
 import numpy
 import ragged_attention

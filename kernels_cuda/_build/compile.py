@@ -303,7 +303,7 @@ def _make(recipe: Recipe, progress: Progress | None) -> None:
             report(done, started[future].name)
         printed = "".join(f"{unit.name}:\n{text}" for future, unit in started.items() if (text := future.result()))
         if printed:
-            logger.warning("the compiler of the %s said, and went on:\n%s", recipe.what, printed)
+            logger.warning("the compiler of the %s succeeded with this output:\n%s", recipe.what, printed)
         linked = Path(folder, recipe.name)
         run.later((*recipe.linker, "-o", str(linked), *map(str, objects), *recipe.libraries)).result()
         if digest_of(*recipe.texts) != recipe.as_read:

@@ -182,7 +182,7 @@ def _may_use_pages(call: LayerCall, pattern: Pattern) -> bool:
 
 
 def _why_dense(call: LayerCall) -> str | None:
-    """Why none of our operations takes a call, or None if one does. A call with selected blocks is then refused."""
+    """Why none of our operations takes a call, or None if one does."""
     if call.dropout:
         return "it drops weights"
     if call.others.get("indices") is not None:
@@ -206,5 +206,5 @@ def _why_dense(call: LayerCall) -> str | None:
 
 
 def _mixes_tokens(module: Any) -> bool:
-    """Whether layers mix tokens also outside attention (deepseek_v4), so that results of padding must equal eager's."""
+    """Whether layers also mix tokens outside attention (deepseek_v4). Padding must then attend as in eager mode."""
     return getattr(getattr(module, "config", None), "compress_rates", None) is not None

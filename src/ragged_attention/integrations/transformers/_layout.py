@@ -150,7 +150,7 @@ def pages_of(
     rows, _, length, _ = key.shape
     device = key.device
     in_rows = all(tensor.stride(3) == 1 for tensor in (key, value))
-    if shown is None and in_rows and device.type == "cpu":  # the page size is not a constant of CPU kernels
+    if shown is None and in_rows and device.type == "cpu":  # kernels for CPUs are not compiled for a page size
         table = torch.arange(rows, dtype=torch.int32, device=device)[:, None]
         return key.transpose(1, 2), value.transpose(1, 2), torch.full_like(table[:, 0], length), table
     step = _step(key)
