@@ -1,4 +1,4 @@
-"""The public functions of both front ends: their signatures, their docstrings, and the calls of their records.
+"""The public functions of both front ends, torch and jax: signatures, docstrings, and the runs of their call records.
 
 Each function is a method here, written once for arrays of any framework. A front end is an instance of `Operations`
 for its own arrays, and its package offers the methods of that instance as functions.

@@ -1,4 +1,4 @@
-"""The base of both front ends. They run the public functions' calls on the arrays of a framework."""
+"""The base of both front ends, torch and jax, which run the public functions' calls on their framework's arrays."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ Pages = Array | tuple[Array, Array]
 
 
 def requested(results: Sequence[Any], return_lse: bool, return_max_logits: bool) -> Any:
-    """Out, or the tuple of out and of the results after it that are requested, of an attention's out, lse, max_logits.
+    """An attention's `out`, or a tuple of `out` and those of `lse` and `max_logits` that are requested.
 
-    An attention that computes lse in every call returns it whether or not it is requested.
+    `results` holds out, lse and max_logits, whether they are requested or not.
     """
     out, lse, max_logits = results
     others = (*([lse] if return_lse else []), *([max_logits] if return_max_logits else []))
@@ -37,21 +37,25 @@ class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
 
 
 class FrontEnd(abc.ABC, Generic[Array, Memory]):
-    """Runs calls on the arrays of a framework. A mapping holds the arguments except `backend`, `options` and `out`."""
+    """Runs calls on the arrays of a framework.
+
+    The methods' `arguments` map the names of the public function's arguments to values, without `backend`, `options`
+    and `out`.
+    """
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Name the public functions as users import them: Python's messages give a function's qualified name."""
+        """Name the public functions as users import them, because Python's error messages show qualified names."""
         super().__init_subclass__(**keywords)
         for name in CALLS.keys() & vars(cls).keys():
             vars(cls)[name].__qualname__ = name
 
     @abc.abstractmethod
     def prepare(self, record: type[Call], arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The record's arguments, converted from the public function's."""
+        """The record's arguments, converted from those of the public function."""
 
     @abc.abstractmethod
     def checked(self, record: type[Call], prepared: Mapping[str, Any]) -> Call:
-        """The record of prepared arguments, with the device that runs the call."""
+        """The call record with prepared arguments and the device that runs the call."""
 
     @abc.abstractmethod
     def run_prepared(
@@ -68,7 +72,7 @@ class FrontEnd(abc.ABC, Generic[Array, Memory]):
 
     @abc.abstractmethod
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        """Run a write. Returns the written cache, an array or a pair like the given one, after any other results."""
+        """Run a write. Returns its results, if it has any, then the written caches in the form of the given ones."""
 
     def call_of(self, operation: str, arguments: Mapping[str, Any]) -> Call:
         """The checked record of a call, from all arguments of the public function by name."""

@@ -1,4 +1,4 @@
-"""Block selection, which chooses the blocks of keys that sparse attention with keys per head reads."""
+"""Block selection: which blocks of keys sparse attention over per-head (not latent) keys and values reads."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,26 +27,26 @@ class Blocks(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """The score of each block of keys for each query token and index head, by which sparse attention selects.
+        """The score of each key block for each query token and index head, by which sparse attention selects blocks.
 
             scores[t, h, b] = max over s of q[t, h] . key[s, k] * key_scale[s, k]
 
-        Here s runs over the positions of block b, `[b * block_size, (b + 1) * block_size)`, that the query sees, and k
-        is the head of keys that serves index head h. Products are not scaled: a positive factor on a query changes no
-        choice. Shapes in letters: T query tokens, H index heads, K heads of index keys, D their size, N packed keys, P
-        pages of G positions, S sequences, at most M pages per sequence, B blocks.
+        Here s runs over those positions `[b * block_size, (b + 1) * block_size)` of block b that the query sees, and k
+        is the key head that serves index head h. Products are not scaled, because a positive factor on a query does not
+        change the selection. Shapes in letters: T query tokens, H index heads, K heads of index keys, D head size, N
+        packed keys, P pages of G positions, S sequences, at most M pages per sequence, B blocks.
 
         Args:
             q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn. D is a multiple of 16 up to 256.
             keys: paged [P, G, K, D] or packed [N, K, D], of q's dtype or float8_e4m3fn. H is a multiple of K, and head
                 `h // (H / K)` of the keys serves index head h; K is 1 in MiniMax M3, whose index keys serve all heads.
                 Or pages of bytes, uint8 [P, G, 1, D + 4], as `write_indexer_cache` fills them.
-            block_size: the number of positions per block, a power of two from 1 to 256. It need not divide the page
-                size, nor the page size it.
-            key_scale: f32 [P, G, K] or [N, K], a factor on each key's products; None is 1. Pages of bytes hold their
-                own.
+            block_size: the number of positions per block, a power of two from 1 to 256. Neither it nor the page size
+                needs to divide the other.
+            key_scale: f32 [P, G, K] or [N, K], a factor on each key's products; None is 1. Pages of bytes include their
+                scales.
             starts, stops: i32 [T], query t sees the rows [starts[t], stops[t]) of packed keys; clamped to [0, N]. Block
-                0 begins at `starts[t]`: give all queries of a sequence its first key.
+                0 begins at `starts[t]`, so all queries of a sequence should have the sequence's first key there.
             max_keys: the number of packed keys, from `starts[t]` on, that a query may see; default N.
             page_indices, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`: i32 [S, M], [S], [S + 1] and the
                 number of live sequences. Query i of a sequence sees the positions `j < kv_len - q_len + i + 1`. A page
@@ -92,7 +92,7 @@ class Blocks(FrontEnd[Array, Memory]):
     ) -> Array:
         """The blocks of keys with the largest `block_scores` of each query and index head.
 
-        The result is that of `top_k_blocks(block_scores(...), ...)`. The scores of all tokens are never kept.
+        The result is that of `top_k_blocks(block_scores(...), ...)`. The scores of all tokens are never stored at once.
 
         Args:
             q, keys, block_size, key_scale, starts, stops, max_keys: as in `block_scores`, with its letters.
@@ -129,22 +129,22 @@ class Blocks(FrontEnd[Array, Memory]):
             scores: f32 [T, H, B], such as those of `block_scores`; -inf for a block that the query does not see.
             top_k: the number of blocks to select, from 1 to 4096.
             init_blocks: the number of blocks from block 0 on that are always selected.
-            local_blocks: the number of blocks up to the query's own that are always selected; 1 is its own alone. The
-                query's own block is the last one whose score is not -inf.
+            local_blocks: the number of blocks, ending with the query's own block, that are always selected; with 1,
+                only its own block. A query's own block is the last one whose score is not -inf.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             i32 [T, H, top_k], in each row the blocks in ascending order, then -1. Blocks that are always selected count
-            towards `top_k`, so they must be no more than `top_k`. Of equal scores the one of the larger block, the
-            newer keys, is taken. A block of score -inf is never selected. NaN counts as -inf, except in a block that is
-            always selected. Whether a subnormal number counts as 0 depends on the device.
+            towards `top_k`, so they must be no more than `top_k`. If scores are equal, the block with the larger index,
+            which has the newer keys, is selected. A block of score -inf is never selected. NaN counts as -inf, except
+            in a block that is always selected. Whether a subnormal number counts as 0 depends on the device.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
-        MiniMax M3 selects 16 blocks with `local_blocks=1`. Where scores are equal, other implementations differ:
-        transformers takes what `torch.topk` takes, FlashInfer compares without the lowest bits of a score. transformers
-        and vLLM return the blocks unsorted, FlashInfer in ascending order.
+        MiniMax M3 selects 16 blocks with `local_blocks=1`. Other implementations differ if scores are equal:
+        transformers selects what `torch.topk` returns, and FlashInfer ignores the lowest bits of a score in
+        comparisons. transformers and vLLM return the blocks unsorted, FlashInfer in ascending order.
         """
         arguments = dict(scores=scores, top_k=top_k, init_blocks=init_blocks, local_blocks=local_blocks)
         return self.run(TopKBlocks, arguments, backend, options)

@@ -32,9 +32,9 @@ class HeadsFirst(FrontEnd[Array, Memory]):
         Args:
             q: [S, H, D] float32, float16 or bfloat16. D is a multiple of 8 from 16 to 512.
             k_pages, v_pages: [K, P, G, D] each, of q's dtype, float8_e4m3fn, float8_e5m2 or float8_e4m3fnuz. Or
-                quantised: a pair `(weight, scales)` each, an array [K, P, G, D] of int8 or 8-bit floats and f32 [K, P,
-                G, 1], which stand for weight * scales; or jax's `QuantizedTensor`, which stands for weight * scales /
-                127.5. In torch any strides are accepted if the last one is 1.
+                quantised: each is a pair `(weight, scales)` with the values weight * scales, where weight is
+                [K, P, G, D] of int8 or 8-bit floats and scales is f32 [K, P, G, 1]; or jax's `QuantizedTensor`, with
+                the values weight * scales / 127.5. In torch any strides are accepted if the last one is 1.
             lengths: i32 [S], the number of positions of each sequence in the cache.
             page_indices: i32 [S, M], as in `ragged_paged_attention`.
             sm_scale: factor on q . k; default `D ** -0.5`.
@@ -69,7 +69,7 @@ class HeadsFirst(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """Causal attention of one chunk of one sequence's queries over its pages, heads first.
+        """Causal attention of one chunk of a sequence's queries over the sequence's heads-first pages.
 
         Shapes in letters: T rows of the chunk, H query heads, D head size, K KV heads (K divides H), P pages of G
         positions, at most M pages of the sequence.
@@ -82,7 +82,7 @@ class HeadsFirst(FrontEnd[Array, Memory]):
             page_indices: i32 [M], the sequence's row of the block table of `ragged_paged_attention`.
             sm_scale: factor on q . k; default `D ** -0.5`.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
-            sliding_window: a row sees only positions > its own - sliding_window (with 1, only its own).
+            sliding_window: a row at position p sees only positions > p - sliding_window (with 1, only p).
             align: the positions of the chunk's rows. With "chunk", chunks of T rows follow each other from position 0,
                 and this chunk holds position `length - 1`: row r is at `(length - 1) // T * T + r`. With "end", the
                 chunk is the last T positions: row r is at `length - T + r`.

@@ -42,9 +42,9 @@ class Indexer(FrontEnd[Array, Memory]):
             logits[t, s] = (sum over h of weights[t, h] * relu(q[t, h] . key[s])) * key_scale[s]
 
         Shapes in letters: T query tokens, H heads of the indexer, D its head size, N packed keys, L listed keys per
-        query, P pages of G positions, S sequences, at most M pages per sequence. Keys have one head. They are packed,
-        with a range for each query in `starts` and `stops` or a list for each query in `indices`, or paged, with the
-        tables of ragged paged attention; a call has exactly one of these three forms.
+        query, P pages of G positions, S sequences, at most M pages per sequence. Keys have one head. A call has exactly
+        one of three forms: packed keys with a range for each query (`starts`, `stops`), packed keys with a list for
+        each query (`indices`), or paged keys with the tables of `ragged_paged_attention`.
 
         Args:
             q: [T, H, D] bfloat16, float16, float32, or float8_e4m3fn, whose scales belong in `weights`. D is a multiple
@@ -53,9 +53,9 @@ class Indexer(FrontEnd[Array, Memory]):
                 [P, G, 1, D + 4], as `write_indexer_cache` fills them: a page holds the e4m3 values of its G keys, then
                 their G float32 scales. Each page is contiguous; there may be gaps between pages.
             weights: f32 [T, H].
-            key_scale: f32 [N] or [P, G], a factor on each key's logits; None is 1. Pages of bytes hold their own.
+            key_scale: f32 [N] or [P, G], a factor on each key's logits; None is 1. Pages of bytes include their scales.
             starts, stops: i32 [T], query t sees the rows [starts[t], stops[t]) of packed keys; clamped to [0, N].
-            relative: column j of row t is key `starts[t] + j`, so that each row begins at its own start.
+            relative: whether column j of row t is key `starts[t] + j` instead of key j.
             max_keys: the number of columns with `relative`; default N. Later keys are not seen.
             page_indices, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`: i32 [S, M], [S], [S + 1] and the
                 number of live sequences. Query i of a sequence sees the positions
@@ -70,14 +70,14 @@ class Indexer(FrontEnd[Array, Memory]):
                 `indexer_logits_backward`.
 
         Returns:
-            f32 [T, N], [T, max_keys], [T, L] or [T, M * G]; -inf for keys that a query does not see, and in rows of
-            padding.
-            Products and sums are in float32 (an e4m3 product on Hopper keeps fewer bits). A NaN key makes the logits
-            NaN for queries that see it, and for no others.
+            f32 [T, N] with ranges, [T, max_keys] with ranges and `relative`, [T, L] with lists, or [T, M * G] with
+            pages; -inf for keys that a query does not see, and in rows of padding. Products and sums are in float32 (an
+            e4m3 product on Hopper keeps fewer bits). A NaN key makes its logits NaN for the queries that see it, and
+            changes no other logits.
 
-            Differentiable with respect to q, keys and weights, by reverse mode, once, if keys are packed and of q's
-            dtype, bfloat16, float16 or float32. `indexer_logits_backward` has the rules. There is no gradient with
-            respect to `key_scale`, or of keys in pages.
+            The logits are differentiable once, in reverse mode, with respect to q, keys and weights, if the keys are
+            packed and of q's dtype, and this is bfloat16, float16 or float32. `indexer_logits_backward` has the
+            formulas. There is no gradient with respect to `key_scale` or to keys in pages.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -164,7 +164,7 @@ class Indexer(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """The keys with the largest `indexer_logits` of each query, to which sparse latent attention attends.
+        """For each query, the keys with the largest `indexer_logits`, to which sparse latent attention attends.
 
         Letters as in `indexer_logits`. No matrix of all logits is kept.
 
@@ -180,10 +180,11 @@ class Indexer(FrontEnd[Array, Memory]):
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            i32 [T, top_k], in each row the positions of the largest logits in ascending order, then -1. Positions are
-            the columns of `indexer_logits`: of a sequence (paged), rows of `keys` (packed), or counted from the row's
-            start (`relative`). Of equal logits the one at the larger position, the newer token, is taken. NaN counts as
-            -inf, and -inf is never selected. `page_indices_to_slots` converts positions in pages to slots.
+            i32 [T, top_k], in each row the positions of the largest logits in ascending order, then -1. A position is a
+            column of `indexer_logits`: a position in the sequence (paged), a row of `keys` (packed), or a distance from
+            the row's start (`relative`). If logits are equal, the larger position, which is the newer token, is
+            selected. NaN counts as -inf, and -inf is never selected. `page_indices_to_slots` converts positions in
+            pages to slots.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -211,14 +212,14 @@ class Indexer(FrontEnd[Array, Memory]):
         Args:
             logits: f32 [T, N].
             top_k: the number of columns to select, from 1 to 4096.
-            starts, stops: i32 [T], row t selects from the columns [starts[t], stops[t]), clamped to [0, N]; others are
-                never read. The defaults are 0 and N.
+            starts, stops: i32 [T], row t selects from the columns [starts[t], stops[t]), clamped to [0, N]; other
+                columns are never read. The defaults are 0 and N.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            i32 [T, top_k], in each row the columns in ascending order, then -1. Of equal logits the one in the larger
-            column is taken; NaN counts as -inf, and -inf is never selected. Whether a subnormal number counts as 0
-            depends on the device.
+            i32 [T, top_k], in each row the columns in ascending order, then -1. If logits are equal, the larger column
+            is selected. NaN counts as -inf, and -inf is never selected. Whether a subnormal number counts as 0 depends
+            on the device.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -234,7 +235,7 @@ class Indexer(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Array, Array]:
-        """Quantise rows for the indexer: e4m3 values with one scale per row, for `keys` and `key_scale`.
+        """Quantise rows to e4m3 values with one scale per row: the arguments `keys` and `key_scale` of the indexer.
 
         Args:
             k: [N, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
@@ -267,16 +268,17 @@ class Indexer(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """Quantise this step's keys of the indexer, as `quantize_indexer_keys` does, and write them into its pages.
+        """Quantise this step's indexer keys, as `quantize_indexer_keys` does, and write them into the indexer's pages.
 
         Args:
             k: [T, D] bfloat16, float16 or float32; D a multiple of 16 up to 256.
             cache: uint8 [P, G, 1, D + 4]: a page holds the e4m3 values of its G keys, then their G float32 scales. Each
                 page is contiguous; there may be gaps between pages. This is DeepGEMM's layout.
-            slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`, slots or the tables of the
-                step, which `indexer_topk` takes too. The tables of this operation count keys, one for each row of k. A
-                cache with one key for `ratio` tokens therefore needs other tables, or slots: `kv_lens // ratio`, and in
-                `cu_q_lens` the sums of the new keys, `kv_lens // ratio - (kv_lens - q_lens) // ratio`.
+            slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`: slots, or the tables of
+                the step, which `indexer_topk` takes too. Here, lengths count keys, one for each row of k. A cache with
+                one key for `ratio` tokens therefore needs slots or its own tables: `kv_lens // ratio` as `kv_lens`, and
+                as `cu_q_lens` the prefix sums of the new keys per sequence,
+                `kv_lens // ratio - (kv_lens - q_lens) // ratio`.
             power_of_two: round scales up to a power of two. The pages store float32 scales, which need no rounding, so
                 the default is False. In `write_mla_cache`, `power_of_two_scales` is True by default, because two
                 formats of latents can store no other scales.
@@ -286,8 +288,8 @@ class Indexer(FrontEnd[Array, Memory]):
             The cache, as `write_kv_pages` returns the pages. k may be a view of the cache: it is read before the write.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under
-                `validate="full"`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, are
+                refused only under `validate="full"`.
         """
         arguments = dict(
             k=k, cache=cache, slot_mapping=slot_mapping, power_of_two=power_of_two, page_indices=page_indices,

@@ -1,4 +1,4 @@
-"""Rows of K or V in the formats that caches with scale pages have, for looking inside."""
+"""Conversions of K or V rows to and from the formats of caches with scale pages, such as for inspecting a cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, FrontEnd, Memory
 
 
 class KvRows(FrontEnd[Array, Memory]):
-    """The conversions of rows of K or V."""
+    """Quantisation and dequantisation of K or V rows."""
 
     def quantize_kv(
         self,
@@ -21,24 +21,24 @@ class KvRows(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Array, Array]:
-        """Rows of keys or values as codes with scales, as `write_kv_pages` stores them in pages and scale pages.
+        """Quantise rows of keys or values to the codes and scales that `write_kv_pages` stores.
 
         Args:
-            x: [..., K, D] float32, float16 or bfloat16, such as new rows [T, K, D] or pages [P, G, K, D]. D is a
-                multiple of 8 from 16 to 512, and of the columns of a block.
+            x: [..., K, D] float32, float16 or bfloat16, such as new rows [T, K, D] or pages [P, G, K, D]. D is from 16
+                to 512, a multiple of 8 and of the format's block size.
             format: "int8_token_head", "e4m3_token_head", "e4m3fnuz_token_head", "e5m2_token_head", "int4_token_head",
-                "nvfp4", "mxfp8" or "mxfp4". `write_kv_pages` has their rules.
+                "nvfp4", "mxfp8" or "mxfp4". `write_kv_pages` describes them.
             scale: the `k_scale` or `v_scale` of the cache, a number or an array [] or [K].
-            zero: of int4_token_head: "mantissa" (the default) keeps the zero point in the lowest 4 bits of the float32
-                scale, and "stored" after the scale.
-            scales_dtype: of int4_token_head with a stored zero point: "float32" (the default) or "float16". Other
-                formats have one dtype of scales.
+            zero: where int4_token_head stores the zero point: "mantissa" (the default) in the lowest 4 bits of the
+                float32 scale, "stored" after the scale.
+            scales_dtype: the dtype of scales in int4_token_head with a stored zero point: "float32" (the default) or
+                "float16". In other formats it is fixed.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             codes [..., K, D], or uint8 [..., K, D / 2] if they have 4 bits, and scales: [..., K] for one scale per row,
-            [..., K, 2] with stored zero points, and otherwise [..., K, n], one for each block. Every backend makes the
-            same bytes, apart from subnormal numbers on devices that flush them.
+            [..., K, 2] with stored zero points, and otherwise [..., K, n], one scale for each block of a row. Every
+            backend makes the same bytes, apart from subnormal numbers on devices that flush them.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -56,7 +56,7 @@ class KvRows(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """The values that rows of a cache stand for.
+        """Dequantise rows of a cache.
 
         Args:
             codes: rows [..., K, D], such as pages [P, G, K, D], or uint8 [..., K, D / 2] with 4-bit codes. Combined
@@ -69,7 +69,7 @@ class KvRows(FrontEnd[Array, Memory]):
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            [..., K, D] of `dtype`: products in float32, then rounded once.
+            [..., K, D] of `dtype`: computed in float32, then rounded once.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the attentions, the schedule of a decode step, the quantised cache."""
+"""Multi-head latent attention: the attention operations, the schedule of a decode step, and the quantised cache."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -48,7 +48,7 @@ class Latent(FrontEnd[Array, Memory]):
             q: [T, H, d_qk] bfloat16, float16 or float32, on the portable backends also float64 (for checking
                 gradients); d_qk a multiple of 16 up to 1024.
             kv: the latent rows, [s_kv, K, d_qk] of q's dtype, packed; or a paged cache [P, G, K, d_qk], or a quantised
-                one [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the
+                cache [P, G, 1, bytes], as `mla_decode` takes them. A row is the key; its first `d_v` columns are the
                 value.
             indices: i32 [T, K, N], rows of `kv`, or slots `page * G + offset` of a paged cache, in any order. An index
                 outside [0, s_kv) (or [0, P * G)), such as -1, selects nothing and is never read as a row; an index that
@@ -60,11 +60,12 @@ class Latent(FrontEnd[Array, Memory]):
                 softmax only.
             topk_lens: i32 [T], the lengths of the lists, clamped to [0, N]; later entries of `indices` are ignored.
             cache_format, cache_layout: as in `mla_decode`.
-            deterministic: give the gradient the same bits in every run: contributions to a row are added in the order
-                of the queries that select it, which takes an extra index; without it GPUs add them in any order.
+            deterministic: whether the gradient has the same bits in every run. Contributions to a row are then added in
+                the order of the queries that select it, which takes an extra index. Otherwise GPUs add them in any
+                order.
             out_dtype: as in `ragged_paged_attention`. With another dtype than q's there is no gradient.
-            out: as in `ragged_paged_attention`; the call then has no gradient.
-            backend: as in `ragged_paged_attention`. The gradient runs on it too if it offers
+            out: as in `ragged_paged_attention`; a call with `out` has no gradient.
+            backend: as in `ragged_paged_attention`. The gradient also runs on this backend if it offers
                 `sparse_mla_prefill_backward`.
             options: as in `ragged_paged_attention`. The gradient uses the options that the configuration has for
                 `sparse_mla_prefill_backward`.
@@ -72,21 +73,21 @@ class Latent(FrontEnd[Array, Memory]):
         Returns:
             Always three arrays, in FlashMLA's order: out [T, H, d_v]; max_logits [T, H] float32, the largest scaled
             logit; lse [T, H] float32, the natural log-sum-exp of the logits (both float64 for float64 queries). Sinks
-            multiply out by `sigmoid(lse - sink)` and change neither of the others. A query that selects nothing gets
-            out 0, max_logits -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in
-            float32; a quantised value is its 8-bit or 4-bit code times its scale. `triton` multiplies quantised rows by
-            16-bit weights even if q is float32, so that out is then as accurate as with bfloat16 queries. An e8m0 scale
-            of 2 ** -127, which `quantize_mla_cache` never writes, counts as 0 on devices that flush subnormal numbers,
-            as XLA does.
+            multiply out by `sigmoid(lse - sink)` and change neither max_logits nor lse. A query that selects nothing
+            gets out 0, max_logits -inf and lse -inf. Rows that are not selected may hold NaN. Softmax and sums are in
+            float32; a quantised value is its 8-bit or 4-bit code times its scale. The backend `triton` multiplies
+            quantised rows by 16-bit softmax weights even if q is float32; out is then only as accurate as with bfloat16
+            queries. An e8m0 scale of 2 ** -127, which `quantize_mla_cache` never writes, counts as 0 on devices that
+            flush subnormal numbers, as XLA does.
 
-            Differentiable with respect to q, a plain kv and sinks, through out and through lse (max_logits counts as a
-            constant), by reverse mode, once. Rows that are not selected get a gradient of 0.
+            The results out and lse are differentiable once, in reverse mode, with respect to q, a plain kv and sinks;
+            max_logits counts as a constant. Rows that are not selected get a gradient of 0.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
-        The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; `compat.flash_mla` has its own
-        conventions (base-2 logits).
+        The operation is FlashMLA's `flash_mla_sparse_fwd` (DeepSeek-V3.2), made general; the function of that name in
+        `compat.flash_mla` has FlashMLA's conventions (base-2 max_logits and lse by default).
         """
         arguments = dict(
             q=q, kv=kv, indices=indices, sm_scale=sm_scale, d_v=d_v, sinks=sinks, topk_lens=topk_lens,
@@ -121,7 +122,8 @@ class Latent(FrontEnd[Array, Memory]):
             kv: [s_kv, K, d_qk] or pages [P, G, K, d_qk], of q's dtype; a quantised cache has no gradient.
             q, indices, sm_scale, d_v, sinks, topk_lens, deterministic: the arguments of `sparse_mla_prefill`.
             out, lse: the results of `sparse_mla_prefill`: [T, H, d_v] of q's dtype, [T, H] float32.
-            d_lse: [T, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
+            d_lse: [T, H] like `lse`, the gradient with respect to `lse`; None means 0. It is ignored where `lse` is
+                -inf.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
@@ -166,17 +168,17 @@ class Latent(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> tuple[Array, Array]:
-        """Attention of a few query tokens per sequence over a paged latent cache: over all of it, or over a top-k list.
+        """Attention of a few query tokens per sequence over a paged latent cache: over all keys, or over top-k lists.
 
-        Shapes in letters: S sequences, Q query tokens of each, H query heads, K KV heads (K divides H), P pages of G
-        positions, at most M pages per sequence, N selected keys per query.
+        Shapes in letters: S sequences, Q query tokens per sequence, H query heads, K KV heads (K divides H), P pages of
+        G positions, at most M pages per sequence, N selected keys per query.
 
         Args:
             q: [S, Q, H, d_qk] bfloat16, float16 or float32; d_qk a multiple of 16 up to 1024.
             kv_cache: the latents. Plain: [P, G, K, d_qk] of q's dtype. Quantised: bytes (uint8, int8 or float8_e4m3fn)
-                [P, G, 1, 656] in the format `fp8_v32` (d_qk 576), or, of d_qk 512, [P, G, 1, 584] in `fp8_v4`, 528 in
-                `fp8_v41`, 288 in `fp4_v41`; see `quantize_mla_cache`. Any G. In torch there may be gaps between pages.
-                The first `d_v` columns are the value.
+                [P, G, 1, n], where n is 656 in the format `fp8_v32` (d_qk 576), 584 in `fp8_v4`, 528 in `fp8_v41` and
+                288 in `fp4_v41` (d_qk 512 in all three); see `quantize_mla_cache`. G may be any number. In torch there
+                may be gaps between pages. The first `d_v` columns are the value.
             page_indices, kv_lens: i32 [S, M] and [S], as in `ragged_paged_attention`, for dense calls, which are those
                 without `indices`; sparse calls ignore both.
             indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
@@ -184,31 +186,32 @@ class Latent(FrontEnd[Array, Memory]):
                 twice counts twice.
             d_v: the number of columns of the value, a multiple of 16 up to d_qk.
             sm_scale: factor on q . k; default `d_qk ** -0.5`. Models with absorbed projections must pass the scale of
-                their heads before absorption: DeepSeek-V3, whose heads have 128 + 64 columns, `192 ** -0.5`, where the
-                default is `576 ** -0.5`. Nothing in the arguments shows that q is absorbed, so a call without the scale
-                cannot be refused. The default is that of FlashMLA.
+                their heads before absorption: DeepSeek-V3, whose heads have 128 + 64 columns, must pass `192 ** -0.5`,
+                while the default is `576 ** -0.5`. The arguments do not show whether q is absorbed, so a call without
+                the scale cannot be refused. FlashMLA has the same default.
             causal: dense calls only. Queries are aligned at the end: query j of a sequence sees positions < kv_len - (Q
                 - 1 - j).
             sliding_window: dense calls only. Query j sees only positions >= kv_len - (Q - 1 - j) - sliding_window (with
-                1, only its own). With `causal=False` this bounds the left side only.
+                1, only its own position). With `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling.
             sinks: f32 [H], one logit per head, which is added to the denominator of the softmax only.
             topk_lens: i32 [S] or [S, Q], the lengths of the lists, clamped to [0, N]; later entries of `indices` are
                 ignored.
-            extra_kv_cache, extra_indices, extra_topk_lens: a second cache, of the same format and its own number and
-                size of pages, with its own lists i32 [S, Q, N'] and lengths: each query attends to both selections. One
-                cache may be `fp8_v41` and the other `fp4_v41`. (FlashMLA takes `fp4_v41` only as the second cache
-                beside `fp8_v41`; here it may also be the only one, in dense calls too.)
-            schedule: the division of the work that `make_decode_schedule` returns. Without a schedule the keys of each
-                sequence are divided among programs by shapes alone; results differ by rounding only.
+            extra_kv_cache, extra_indices, extra_topk_lens: a second cache of the same format, whose pages may differ in
+                number and size, its lists i32 [S, Q, N'] and their lengths. Each query attends to the keys that it
+                selects from both caches. One cache may be `fp8_v41` and the other `fp4_v41`. (FlashMLA takes `fp4_v41`
+                only as the second cache beside `fp8_v41`; here it may also be the only cache, in dense calls too.)
+            schedule: the division of the work that `make_decode_schedule` returns. Without a schedule, shapes alone
+                determine how each sequence's keys are divided among programs. The results of different divisions differ
+                by rounding only.
             cache_format: `plain`, `fp8_v32`, `fp8_v4`, `fp8_v41` or `fp4_v41`; by default, the dtype and last dimension
                 of the cache decide.
-            cache_layout: the order of the bytes in both caches: "token", the bytes of each token together, or "page",
-                all values of a page and then all its scales. The default is "page" for `fp8_v4` and "token" for all
-                other formats; only `fp8_v41` and `fp4_v41` may have either.
+            cache_layout: the order of the bytes in both caches: "token" keeps the bytes of each token together, "page"
+                stores all values of a page and then all its scales. The default is "page" for `fp8_v4` and "token" for
+                all other formats; only `fp8_v41` and `fp4_v41` may have either layout.
             out_dtype, out, backend, options: as in `ragged_paged_attention`. With the kernels of `triton` and `cuda`,
-                `options={"num_splits": 1}` without a schedule makes the bits of each sequence independent of the other
-                sequences.
+                `options={"num_splits": 1}` without a schedule makes each sequence's results bitwise independent of the
+                other sequences.
 
         Returns:
             Always two arrays: out [S, Q, H, d_v], and lse [S, H, Q] float32, the natural log-sum-exp of the scaled
@@ -223,8 +226,8 @@ class Latent(FrontEnd[Array, Memory]):
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`. A schedule made for other lengths is
                 refused only under `validate="full"`.
 
-        The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k);
-        `compat.flash_mla` has its own conventions (lse +inf for a query that sees no key).
+        The operation is FlashMLA's `flash_mla_with_kvcache` made general (any heads, pages, formats, top-k); the
+        function of that name in `compat.flash_mla` has FlashMLA's conventions (lse +inf for a query that sees no key).
         """
         arguments = dict(
             q=q, kv_cache=kv_cache, page_indices=page_indices, kv_lens=kv_lens, indices=indices, d_v=d_v,
@@ -256,22 +259,23 @@ class Latent(FrontEnd[Array, Memory]):
         """Divide the work of one decode step among programs, once for all layers; the result goes to `mla_decode`.
 
         The sequences' keys, in blocks of 64, are laid end to end and cut into `num_parts` ranges of about equal cost; a
-        sequence that straddles a cut is computed in several splits. It runs on the device, reads nothing back, and its
-        shapes depend on the batch size only, so it can be captured in a CUDA graph.
+        sequence that straddles a cut is computed in several splits. The operation runs on the device and reads nothing
+        back, and the shapes of its results depend only on the batch size and `num_parts`, so it can be captured in a
+        CUDA graph.
 
         Args:
-            kv_lens: i32 [S], the lengths of a dense call; None for a sparse one.
-            batch_size, num_q_tokens, num_q_heads, num_kv_heads: S, Q, H and K of the call.
-            topk: the number of entries in each list of a sparse call; None for a dense one.
+            kv_lens: i32 [S], the lengths of a dense call; None for a sparse call.
+            batch_size, num_q_tokens, num_q_heads, num_kv_heads: S, Q, H and K of the `mla_decode` call.
+            topk: the number of entries in each list of a sparse call; None for a dense call.
             topk_lens: i32 [S] or [S, Q], as in `mla_decode`; only with `topk`.
             extra_topk, extra_topk_lens: `topk` and `topk_lens` of the second cache.
             num_parts: the number of ranges; the default fills the device with blocks of 64 query rows.
-            device: torch only: the device of the schedule if there is `topk` and no `topk_lens`.
+            device: torch only: the device of the schedule if `topk` is given without `topk_lens`.
             overhead: the cost of starting a sequence, counted in blocks.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            a `DecodeSchedule`.
+            A `DecodeSchedule`.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -300,22 +304,22 @@ class Latent(FrontEnd[Array, Memory]):
         """Quantise a latent cache: values of 8 or 4 bits with one scale per group of columns.
 
         Args:
-            kv: [P, G, 1, d_qk] bfloat16, float16 or float32; d_qk is 576 for `fp8_v32` and 512 for the others.
+            kv: [P, G, 1, d_qk] bfloat16, float16 or float32; d_qk is 576 for `fp8_v32` and 512 for the other formats.
             format: `fp8_v32` (656 bytes per token) or `fp8_v4` (584 bytes), whose last 64 columns, the rotary ones,
                 stay in bfloat16; `fp8_v41` (528 bytes) or `fp4_v41` (288 bytes), which quantise every column.
                 `CacheFormat` describes the bytes.
-            power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no others. The
-                scales of `fp4_v41` are e4m3 either way.
+            power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no other scales.
+                The scales of `fp4_v41` are e4m3 either way.
             cache_layout: as in `mla_decode`.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
             each value is divided by the scale in float32 and rounded to the nearest e4m3, ties to even. Every backend
-            makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has scale NaN or infinity
-            (`fp8_v4` and `fp8_v41`: 0xFF, NaN). `fp4_v41`: the scale is the largest magnitude over 6, from 2 ** -9 to
-            448, rounded to the nearest e4m3; values are rounded to the nearest e2m1, at most 6; a group that holds NaN
-            has the scale NaN and values 0.
+            makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has the scale NaN or infinity;
+            `fp8_v4` and `fp8_v41` store either as 0xFF, which is NaN. In `fp4_v41`, the scale is the largest magnitude
+            over 6, clamped to the range from 2 ** -9 to 448 and rounded to the nearest e4m3; values are rounded to the
+            nearest e2m1, at most 6; and a group that holds NaN has the scale NaN and values 0.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -370,18 +374,18 @@ class Latent(FrontEnd[Array, Memory]):
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
-        """Write this step's latent rows into a paged cache; into a quantised one, as `quantize_mla_cache` does.
+        """Write this step's latent rows into a paged cache; a quantised cache gets the bytes of `quantize_mla_cache`.
 
         Args:
             kv: [T, K, d_qk], or [T, d_qk] for one KV head; float32, float16 or bfloat16.
             cache: as `ragged_mla_attention` takes it: plain, of kv's dtype or 8-bit, or quantised.
             slot_mapping, page_indices, kv_lens, cu_q_lens, num_seqs: as in `write_kv_pages`.
-            kv_scale: the scale of a plain cache: the stored value is `kv / kv_scale`, computed in float32, rounded to
-                nearest even and, in an 8-bit cache, saturated at the format's largest finite value; a float, or an
-                array [] or [K]. The default is 1, also for 8-bit floats; an int8 cache needs a scale. Small scales are
-                treated as by `write_kv_pages`.
-            rope_scale, d_v: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the
-                same forms; default `kv_scale`. `d_v` goes with `rope_scale` alone.
+            kv_scale: the scale of a plain cache, a float or an array [] or [K]. The stored value is `kv / kv_scale`,
+                computed in float32, rounded to nearest even and, in an 8-bit cache, saturated at the format's largest
+                finite value. The default is 1, also for 8-bit floats; an int8 cache needs a scale. Scales below the
+                smallest normal float32 are treated as in `write_kv_pages`.
+            rope_scale, d_v: the scale of a plain cache's rotary columns, which follow the first `d_v`, in the forms of
+                `kv_scale`, which is its default. `d_v` is given with `rope_scale` only.
             power_of_two_scales: as in `quantize_mla_cache`. The default is True, because `fp8_v4` and `fp8_v41` can
                 store no other scales. In `write_indexer_cache`, whose scales are float32, `power_of_two` is False by
                 default.
@@ -389,11 +393,12 @@ class Latent(FrontEnd[Array, Memory]):
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            The cache, as `write_kv_pages` returns the pages. kv may be a view of the cache: it is read first.
+            The cache, as `write_kv_pages` returns the pages. kv may be a view of the cache: it is read before the
+            write.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, only under
-                `validate="full"`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; slots out of range, except -1, are
+                refused only under `validate="full"`.
         """
         arguments = dict(
             kv=kv, cache=cache, slot_mapping=slot_mapping, page_indices=page_indices, kv_lens=kv_lens,
@@ -414,9 +419,10 @@ class Latent(FrontEnd[Array, Memory]):
         """Convert positions in sequences, which an indexer selects, to slots of the cache for sparse attention.
 
         Args:
-            positions: i32 [S, ...], positions in each sequence, such as [S, Q, N] from an indexer; -1 is no position.
+            positions: i32 [S, ...], positions in each sequence, such as [S, Q, N] from an indexer; -1 stands for no
+                position.
             page_indices: i32 [S, M], the block table.
-            page_size: G.
+            page_size: G, the number of positions per page.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:

@@ -40,23 +40,27 @@ class NormRope(FrontEnd[Array, Memory]):
             x = x / sqrt(mean(x * x) + eps) * weight                        (if there is a weight)
             x[first], x[second] = x[first] * cos - x[second] * sin, x[second] * cos + x[first] * sin
 
-        in float32, and rounds once, to the dtype of q. Then keys and values are stored as `write_kv_pages` stores them,
-        byte for byte. The embedding is that of RoFormer (Su et al., 2021); the norm is RMSNorm (Zhang and Sennrich,
-        2019) over one head, as Qwen3 and Gemma 3 have it. Letters as in `ragged_paged_attention`; N is the number of
-        positions in the table, and R the number of rotary columns.
+        in float32, and rounds once, to the dtype of q. Here `first` and `second` are the columns of the rotated pairs,
+        as `interleaved` says. Then keys and values are stored as `write_kv_pages` stores them, byte for byte. The
+        embedding is that of RoFormer (Su et al., 2021); the norm is RMSNorm (Zhang and Sennrich, 2019) over one head,
+        as Qwen3 and Gemma 3 have it. Letters as in `ragged_paged_attention`; N is the number of positions in the table,
+        and R the number of rotary columns.
 
         Args:
             q: [T, H, D], float32, float16 or bfloat16. H and K are independent. q, k and v may be views of one tensor
                 [T, (H + 2K) * D]: only their last stride must be 1, otherwise they are copied.
             k, v: [T, K, D] and [T, K, D_v], of the dtype of q.
             kv_pages: combined pages or a pair, as `ragged_paged_attention` takes them, of the dtype of q or 8-bit.
-            slot_mapping: i32 or i64 [T], as in `write_kv_pages`: the slot of each token, -1 if it is not written.
+            slot_mapping: i32 or i64 [T], as in `write_kv_pages`: the slot of each token, or -1 for a token that is not
+                written.
             positions: i32 or i64 [T], each token's row of the table (in jax, i64 needs `jax_enable_x64`). A position
-                outside [0, N) is clamped to it. Under `validate="full"` it is refused, unless the token is padding.
+                outside [0, N) is clamped to this range. Under `validate="full"` such a position is refused, unless its
+                token is padding.
             cos_sin: the table, float32, float16 or bfloat16: [N, R] with R / 2 cosines before R / 2 sines, or a pair
                 (cos, sin) of [N, R/2]. R is even and at most D. Only the first R columns of a head are rotated.
             q_weight, k_weight: [D], float32, float16 or bfloat16, the weights of the norms; None leaves out the norm.
-                They multiply as they are: a model whose factor is 1 + weight, such as Gemma, passes that sum.
+                The norm multiplies by the weights as given: a model whose factor is 1 + weight, such as Gemma, passes
+                that sum.
             eps: a float > 0, added to the mean of squares.
             interleaved: whether columns 2i and 2i + 1 form a pair (GPT-J), instead of columns i and i + R / 2 (Llama,
                 GPT-NeoX).
@@ -67,7 +71,8 @@ class NormRope(FrontEnd[Array, Memory]):
 
         Returns:
             `(q, pages)`: new queries [T, H, D] of the dtype of q, and the pages as `write_kv_pages` returns them. The
-            queries of all T tokens are computed, also of those that are not written. A row depends on no other row.
+            queries of all T tokens are computed, also those of tokens that are not written. A row depends on no other
+            row.
 
             The operation has no gradient; asking for one raises RuntimeError.
 
@@ -107,9 +112,9 @@ class NormRope(FrontEnd[Array, Memory]):
     ) -> tuple[Array, Array]:
         """Normalise and rotate this step's latent rows, write them into the cache, and rotate the queries.
 
-        The counterpart of `norm_rope_write` for multi-head latent attention (DeepSeek-V2, 2024), with its arithmetic:
-        float32, and one rounding to the dtype of kv. The cache then holds what `write_mla_cache` stores for the rounded
-        rows, byte for byte. R is the number of rotary columns in the table, N its number of positions.
+        This is the counterpart of `norm_rope_write` for multi-head latent attention (DeepSeek-V2, 2024). It also
+        computes in float32 and rounds once, to the dtype of kv. The cache then holds what `write_mla_cache` stores for
+        the rounded rows, byte for byte. R is the number of rotary columns in the table, N its number of positions.
 
         Args:
             q: [T, H, R], the rotary columns of the queries, which are not normalised; of the dtype of kv. It may be a
@@ -121,7 +126,7 @@ class NormRope(FrontEnd[Array, Memory]):
             positions, cos_sin: as in `norm_rope_write`.
             kv_weight: [W], float32, float16 or bfloat16, the weights of the norm of the first W columns. DeepSeek-V3's
                 `kv_a_layernorm` has W = d_qk - R; a norm of whole rows, before the rotation, has W = d_qk. None leaves
-                out the norm. The weights multiply as they are.
+                out the norm. The norm multiplies by the weights as given.
             eps, interleaved: as in `norm_rope_write`. DeepSeek's models are interleaved.
             page_indices, kv_lens, cu_q_lens, num_seqs: as in `norm_rope_write`.
             kv_scale, power_of_two_scales, cache_format, cache_layout: as in `write_mla_cache`.

@@ -83,7 +83,8 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         """Attention of ragged queries over a paged latent cache: prompts, chunks, decodes and drafts in one call.
 
         Shapes in letters: T query tokens, H query heads, P pages of G positions, S sequences, at most M pages per
-        sequence. One latent row per position serves all heads: as key, and in its first `d_v` columns as value.
+        sequence. One latent row per position serves all heads: the row is the key, and its first `d_v` columns are the
+        value.
 
         Args:
             q: [T, H, d_qk] float32, float16 or bfloat16; the queries of all sequences, one after another, absorbed (in
@@ -91,7 +92,7 @@ class RaggedLatent(FrontEnd[Array, Memory]):
                 to 1024. float8_e4m3fn queries need `q_scale`; they are widened to the dtype of `kv_cache`, or to
                 bfloat16 if the cache is 8-bit, and "q's dtype" below means that wider dtype.
             kv_cache: the latents. Plain: [P, G, 1, d_qk] of q's dtype, or of float8_e4m3fn, float8_e5m2,
-                float8_e4m3fnuz or int8, which go with `kv_scale`; `mla_decode` and `sparse_mla_prefill` do not take
+                float8_e4m3fnuz or int8, whose scale is `kv_scale`; `mla_decode` and `sparse_mla_prefill` do not take
                 plain 8-bit caches. Quantised: bytes [P, G, 1, 656, 584, 528 or 288] in the formats that `mla_decode`
                 takes. Sequences may share pages.
             kv_lens, page_indices, cu_q_lens: i32 [S], [S, M] and [S + 1], as in `ragged_paged_attention`.
@@ -101,16 +102,16 @@ class RaggedLatent(FrontEnd[Array, Memory]):
                 absorption, such as `192 ** -0.5` in DeepSeek-V3; see `mla_decode`.
             causal, sliding_window, soft_cap, sinks, q_scale, return_lse, return_max_logits: as in
                 `ragged_paged_attention`.
-            kv_scale: the scale of a plain cache, whose true values are value * kv_scale: a float, or an array [] or
-                [1]. The default is 1, also for 8-bit floats; an int8 cache needs a scale. `new_kv` is written with it
-                as by `write_mla_cache`.
-            rope_scale: the scale of the columns of a plain cache after the first `d_v`, the rotary ones, in the same
-                forms; default `kv_scale`.
+            kv_scale: the scale of a plain cache, whose true values are the stored values times the scale: a float, or
+                an array [] or [1]. The default is 1, also for 8-bit floats; an int8 cache needs a scale. `new_kv` is
+                written with this scale, as by `write_mla_cache`.
+            rope_scale: the scale of a plain cache's rotary columns, which follow the first `d_v`, in the forms of
+                `kv_scale`, which is its default.
             new_kv: this step's latents, [T, d_qk] or [T, 1, d_qk] of q's dtype, one per query. They are written into
                 the cache before attention, as `write_mla_cache` does by `page_indices`, `kv_lens` and `cu_q_lens`.
-            key_ranges: i32 [T, R, 2], the positions that each query sees, as in `ragged_paged_attention`. They also
-                serve trees of drafts, since this operation has no `draft_mask`: the guide to tree speculation shows how
-                `ragged_attention.key_ranges.tree_ranges` makes them.
+            key_ranges: i32 [T, R, 2], the positions that each query sees, as in `ragged_paged_attention`. This
+                operation has no `draft_mask`, so key ranges also serve draft trees. The guide to tree speculation shows
+                how `ragged_attention.key_ranges.tree_ranges` makes such ranges.
             cache_format, cache_layout: as in `mla_decode`.
             out_dtype, out, backend, options: as in `ragged_paged_attention`.
 
@@ -118,10 +119,10 @@ class RaggedLatent(FrontEnd[Array, Memory]):
             out [T, H, d_v]; with `return_lse` also lse [T, H] float32, the natural log-sum-exp of the visible logits,
             sinks not counted; with `return_max_logits` then max_logits [H] float32, as `ragged_paged_attention` returns
             it. A query that sees no key, and a padding row, gets out 0 and lse -inf. With `new_kv` the last result is
-            the cache: in torch the given one, written in place, in jax a new one, as `write_mla_cache` returns it. No
-            index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes, and a page
-            index outside [0, P) makes its positions invisible. Keys and values that no query sees may be NaN. Softmax
-            and sums are in float32, quantised rows as in `sparse_mla_prefill`.
+            the cache, as `write_mla_cache` returns it: in torch the given tensor, written in place, and in jax a new
+            array. No index value makes a kernel read outside the arrays: lengths are clamped to the arrays' sizes, and
+            a page index outside [0, P) makes its positions invisible. Keys and values that no query sees may be NaN.
+            Softmax and sums are in float32, quantised rows as in `sparse_mla_prefill`.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
@@ -140,5 +141,5 @@ class RaggedLatent(FrontEnd[Array, Memory]):
         if new_kv is not None:
             return self.run_with_write(RaggedMlaAttention, arguments, backend, options, out)
         results = self.run(RaggedMlaAttention, arguments, backend, options, out)
-        results = results[: 1 + return_lse + return_max_logits]  # with `out`, torch returns empty others
+        results = results[: 1 + return_lse + return_max_logits]  # with `out`, torch returns empty tensors for the rest
         return tuple(results) if len(results) > 1 else results[0]

@@ -8,7 +8,7 @@ from ragged_attention.operations.base import Array, FrontEnd, Memory
 
 
 class Targets(FrontEnd[Array, Memory]):
-    """What an indexer learns from attention."""
+    """The training target of an indexer, computed from attention."""
 
     def attention_target(
         self,
@@ -30,7 +30,7 @@ class Targets(FrontEnd[Array, Memory]):
 
             p[t, s] = sum over h of exp(sm_scale * q[t, h] . key[s] - lse[t, h]),  target[t, s] = p[t, s] / sum of p[t]
 
-        The loss itself is the caller's, such as the Kullback-Leibler divergence from the target to the softmax of
+        The caller computes the loss, such as the Kullback-Leibler divergence from the target to the softmax of
         `indexer_logits` over the same keys. Shapes in letters: T query tokens, H heads, D head size, N selected keys
         per query, s_kv packed keys, which all heads share.
 
@@ -38,21 +38,22 @@ class Targets(FrontEnd[Array, Memory]):
             q: [T, H, D] bfloat16, float16 or float32, the queries of the attention; D a multiple of 16 up to 1024.
             keys: [s_kv, D] or [s_kv, 1, D] of q's dtype, packed: such as `kv` of `sparse_mla_prefill`.
             lse: f32 [T, H], the natural log-sum-exp of the attention's scaled logits, as `sparse_mla_prefill` returns
-                it. That leaves sinks out. Attention with sinks has the probabilities that belong to
-                `logaddexp(lse, sinks)`. A head whose lse is -inf, one without keys, adds nothing.
+                it. This lse excludes sinks. For the probabilities of attention with sinks, pass
+                `logaddexp(lse, sinks)`. A head without keys, whose lse is -inf, adds nothing.
             indices: i32 [T, N] or [T, 1, N], the selected keys of each query, in any order, as `indexer_topk` returns
                 them and `sparse_mla_prefill` takes them. An index outside [0, s_kv), such as -1, is no key.
             sm_scale: factor on q . k; default `D ** -0.5`.
             topk_lens: i32 [T], with `indices`: the lengths of the lists, clamped to [0, N]; later entries are ignored.
             starts, stops, relative, max_keys: instead of `indices`, a range of keys for each query, as in
-                `indexer_logits`: the dense target, for a warm-up over all keys.
+                `indexer_logits`. The result is then the dense target, for a warm-up over all keys.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            f32 [T, N] or, with ranges, [T, columns] with the columns of `indexer_logits`. Each row sums to 1, over a
-            query's keys; it is 0 for all other columns, and everywhere if a query has no key, or if no probability is
-            above 0 in float32. An index that is listed twice counts twice. Keys that no query sees, and all arguments
-            of a query without keys, may hold NaN. Products and sums are in float32, in the same order in every run.
+            f32 [T, N] or, with ranges, [T, columns] with the columns of `indexer_logits`. Each row sums to 1 over its
+            query's keys and is 0 in all other columns. If the query has no key, or if none of its probabilities is
+            above 0 in float32, the whole row is 0. An index that is listed twice counts twice. Keys that no query sees,
+            and all arguments of a query without keys, may hold NaN. Products and sums are in float32, in the same order
+            in every run.
 
             The result is a constant: it has no gradient, and in torch it never requires one.
 

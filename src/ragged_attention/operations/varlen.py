@@ -79,32 +79,34 @@ class Varlen(FrontEnd[Array, Memory]):
             max_q_len, max_kv_len: upper bounds on the sequences' lengths, hints for tile sizes. Results do not depend
                 on them.
             sm_scale: factor on q . k; default `D ** -0.5`.
-            causal: aligned at the end: query i of a sequence is at position `kv_len - q_len + i` and sees the keys up
-                to its own position (none if that is negative); otherwise it sees all keys of its sequence.
-            sliding_window: a query sees only keys at positions > its own - sliding_window (with 1, only its own). With
-                `causal=False` this bounds the left side only.
+            causal: whether a query sees only the keys up to its own position (none if that is negative), instead of all
+                keys of its sequence. Queries are aligned at the end of the keys: query i of a sequence is at position
+                `kv_len - q_len + i`.
+            sliding_window: a query at position p sees only keys at positions > p - sliding_window (with 1, only p).
+                With `causal=False` this bounds the left side only.
             soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, after scaling and before masking.
             sinks: f32 [H] (f64 with float64 queries), one logit per head, which is added to the denominator of the
                 softmax only.
             alibi_slopes: f32 [H] (f64 with float64 queries), finite: the logit of the query at position p and the key
                 at position j gains `alibi_slopes[h] * (j - p)`, after scaling and `soft_cap`, before masking. Positions
-                are those of `causal`, also without it: keys after the query then gain, where FlashAttention subtracts
-                `alibi_slopes[h] * abs(j - p)`. Slopes are constants: they have no gradient.
-            relative_bias: as in `ragged_paged_attention`, [H, B] or [T_q, H, B] (f64 with float64 queries): the bias by
-                distance of T5 and its kind. Its gradient is computed only if it needs one.
+                are those of `causal`, also with `causal=False`. Logits of keys after the query then grow with the
+                distance, while FlashAttention subtracts `alibi_slopes[h] * abs(j - p)`. Slopes are constants: they have
+                no gradient.
+            relative_bias: as in `ragged_paged_attention`, [H, B] or [T_q, H, B] (f64 with float64 queries): a bias by
+                distance, as in T5. Its gradient is computed only if `relative_bias` needs one.
             key_ranges: i32 [T_q, R, 2], R from 1 to 8, as in `ragged_paged_attention`: ranges of keys of the query's
-                own sequence, in which 0 is its first packed key. The gradient visits only blocks of queries that see a
-                block of keys.
-            selected: i32 [T_q, K, N] or [T_q, 1, N], as in `ragged_paged_attention`: lists of blocks of keys, per KV
-                head or for all. Block b has the packed keys [b * block_size, (b + 1) * block_size) of the query's own
-                sequence. Lists have no gradient.
-            block_size: the keys in a block, a power of two from 1 to 256; given with `selected` only.
+                own sequence, whose first packed key is position 0. The gradient skips each pair of query block and key
+                block in which no query sees a key.
+            selected: i32 [T_q, K, N] or [T_q, 1, N], as in `ragged_paged_attention`: lists of blocks of keys, one for
+                each KV head or one for all. Block b has the packed keys [b * block_size, (b + 1) * block_size) of the
+                query's own sequence. Lists have no gradient.
+            block_size: the number of keys in a block, a power of two from 1 to 256; given with `selected` only.
             return_lse: also return the log-sum-exp.
             return_max_logits: also return the largest logit of each query head, as `ragged_paged_attention` does.
-            deterministic: give the gradients the same bits in every run, as `triton`, `eager` and `reference` always
-                do.
-            out: as in `ragged_paged_attention`; the call then has no gradient.
-            backend: as in `ragged_paged_attention`. The gradient runs on it too if it offers
+            deterministic: whether the gradients have the same bits in every run. With `triton`, `eager` and `reference`
+                they always have.
+            out: as in `ragged_paged_attention`; a call with `out` has no gradient.
+            backend: as in `ragged_paged_attention`. The gradient also runs on this backend if it offers
                 `varlen_attention_backward`.
             options: as in `ragged_paged_attention`. The gradient uses the options that the configuration has for
                 `varlen_attention_backward`.
@@ -117,15 +119,15 @@ class Varlen(FrontEnd[Array, Memory]):
             value of the prefix sums makes a kernel read outside the arrays. Keys and values that no query sees may be
             NaN.
 
-            Differentiable with respect to q, k, v, sinks and relative_bias, through out and through lse, by reverse
-            mode, once. Keys and values that no query sees get a gradient of 0, as do queries that see no key, and
-            columns of relative_bias that no query and key have.
+            The results out and lse are differentiable once, in reverse mode, with respect to q, k, v, sinks and
+            relative_bias. Keys and values that no query sees get a gradient of 0, as do queries that see no key, and
+            columns of relative_bias that no pair of query and visible key uses.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
 
         The operation is FlashMLA's and FlashAttention's `flash_attn_varlen_func`; the online softmax follows Milakov
-        and Gimelshein (2018), the recomputing gradient Dao et al. (FlashAttention, 2022).
+        and Gimelshein (2018), and the recomputing gradient follows Dao et al. (FlashAttention, 2022).
         """
         arguments = dict(
             q=q, k=k, v=v, cu_q_lens=cu_q_lens, cu_kv_lens=cu_kv_lens, max_q_len=max_q_len, max_kv_len=max_kv_len,
@@ -176,23 +178,24 @@ class Varlen(FrontEnd[Array, Memory]):
                 alibi_slopes, relative_bias, key_ranges, selected, block_size, deterministic: the arguments of
                 `varlen_attention`.
             out, lse: the results of `varlen_attention`: [T_q, H, D_v] of q's dtype, [T_q, H] float32.
-            d_lse: [T_q, H] like `lse`, the gradient with respect to it; None is 0. Where `lse` is -inf it is ignored.
-            return_d_relative_bias: also compute the gradient of `relative_bias`, which takes further time. Automatic
-                differentiation asks for it if `relative_bias` needs a gradient.
+            d_lse: [T_q, H] like `lse`, the gradient with respect to `lse`; None means 0. It is ignored where `lse` is
+                -inf.
+            return_d_relative_bias: also compute the gradient of `relative_bias`, which takes extra time. Automatic
+                differentiation requests it if `relative_bias` needs a gradient.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
             dq, dk, dv of the shapes and dtypes of q, k, v; d_sinks like `sinks`, None without sinks; d_relative_bias
-            like `relative_bias`, None without it or without `return_d_relative_bias`. With
-            p[j] = exp(logit[j] - lse), share = sigmoid(lse - sink), 1 without sinks, and delta = out . d_out:
+            like `relative_bias`, None without it or without `return_d_relative_bias`. With p[j] = exp(logit[j] - lse),
+            share = sigmoid(lse - sink) (1 without sinks), and delta = out . d_out:
 
                 dv[j] = sum over rows of share * p[j] * d_out
                 d_logit[j] = p[j] * (share * (d_out . v[j] - delta) + d_lse)
                 d_sink = sum over rows of (share - 1) * delta
-                d_relative_bias[c] = sum of d_logit[j] over the rows and their keys that have column c
+                d_relative_bias[c] = sum of d_logit[j] over the rows and their keys that use column c
 
-            from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A row or key that
-            takes no part gets 0. Sums are in float32.
+            from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A query that sees no
+            key, and a key that no query sees, get 0. Sums are in float32.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
