@@ -1,4 +1,4 @@
-"""Measurements: named shapes of real models, the compile matrix, timings here and on a machine with a GPU.
+"""Measurements: named shapes of real models, the compile matrix, and timings on this machine or one with a GPU.
 
 A checkout needs no installation: if the package is not installed, its sources in `src/` are imported.
 """

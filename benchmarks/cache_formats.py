@@ -4,17 +4,17 @@
 
 The reference backend quantises the rows (`write_kv_pages`) and reads them (`ragged_paged_attention`). Queries and
 results are float32, except that bfloat16 pages get bfloat16 queries. The error is the distance to float64 attention
-over the original rows. `rms` is the error's root mean square, `largest` its largest magnitude, both divided by the root
-mean square of the result. The error of bfloat16 pages is that of a cache without quantisation. Formats without scale
+over the original rows. `rms` is the error's root mean square, and `largest` its largest magnitude. Both are divided by
+the root mean square of the result. bfloat16 pages show the error of a cache without quantisation. Formats without scale
 pages have one scale for K and one for V: the largest magnitude divided by the largest number of the format.
 
-There are three kinds of rows: Gaussian rows; Gaussian rows with outliers, in which 4 % of the columns of K are 10 to 20
-times as large, as in the keys of language models; and the rows of the demo's trained model, whose heads of 16 columns
-are too narrow for blocks of 32.
+There are three kinds of rows. Gaussian rows are the first. In Gaussian rows with outliers, 4 % of the columns of K are
+10 to 20 times as large, as in the keys of language models. The third kind are the rows of the demo's trained model,
+whose heads of 16 columns are too narrow for blocks of 32.
 
 `--save` writes benchmarks/results/cache_formats.json and the tables of docs/cache_formats.md. `--times` also times
-decode by `numba` on one thread, relative to bfloat16. Without it the saved times are kept. `--check` only compares the
-tables of the page with the saved results.
+decode by `numba` on one thread, relative to bfloat16. Without `--times`, the saved times are kept. `--check` only
+compares the tables of the page with the saved results.
 """
 
 import argparse
@@ -54,7 +54,7 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [T, H, D], k and v [
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format to measure: `name` is the dtype of pages without scales; `form` is the format of rows with scales."""
+    """A format to measure: without `form`, pages of the dtype `name` without scale pages; else rows with scales."""
 
     name: str
     form: KvFormat | None = None
@@ -84,7 +84,7 @@ class Format:
         return stored, torch.zeros(*shape, count).to(getattr(torch, self.form.scales))
 
     def scale_of(self, rows: torch.Tensor) -> float | None:
-        """The scale that all rows share, or None."""
+        """The scale that all of `rows` share, or None if the format needs no such scale."""
         most = float(rows.abs().max())
         if self.form is None:
             return most / LARGEST[self.name] if self.name in LARGEST else None
@@ -214,7 +214,7 @@ def decode(form: Format, keys: int) -> Callable[[], torch.Tensor]:
 
 
 def times(forms: Sequence[Format]) -> dict[str, Any]:
-    """The least times relative to bfloat16, by number of keys. They are left out if two runs differ too much."""
+    """The least times relative to bfloat16, by number of keys. No times are returned if two runs differ too much."""
     torch.set_num_threads(1)
     by_length = {str(keys): ratios(forms, keys) for keys in DECODED}
     difference = max(difference for _, difference in by_length.values())
@@ -260,12 +260,12 @@ def measured(console: Console) -> dict[str, Any]:
 
 
 def saved_times() -> dict[str, Any] | None:
-    """The saved times of the last run that measured any, or None."""
+    """The times that the last run with `--times` saved, or None."""
     return json.loads(RESULTS.read_text())["times"] if RESULTS.exists() else None
 
 
 def tables(record: Mapping[str, Any]) -> dict[str, str]:
-    """The generated tables of the page by the names of their marks."""
+    """The generated tables of the page. A key is the name in the marks around its table."""
     return {"bytes and errors": _errors_table(record), "times": _times_table(record)}
 
 
@@ -312,7 +312,7 @@ def marks(name: str) -> tuple[str, str]:
 
 
 def written(page: str, record: Mapping[str, Any]) -> str:
-    """The page with its tables replaced by those of the record."""
+    """The page with new tables, which show the record."""
     for name, table in tables(record).items():
         begin, end = marks(name)
         before, found, rest = page.partition(begin)

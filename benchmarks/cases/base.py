@@ -1,8 +1,8 @@
-"""The interface of a case, whatever its family. Each family has its own file in this folder.
+"""The interface that the cases of all families share. Each family has its own file in this folder.
 
-A case is a sample whose sizes follow from the lengths of its sequences. So it knows its floor: the bytes that any
-implementation must move (each needed byte once) and the operations that it must do (those that no mask removes). Its
-inputs are made from a seed, with equal values for every framework.
+A case is a sample whose sizes follow from the lengths of its sequences. The sizes give a floor: the bytes that any
+implementation must move (each needed byte once) and the operations that it must do (those that no mask removes). The
+inputs of a case are made from a seed, with equal values for every framework.
 """
 
 import abc
@@ -24,15 +24,15 @@ K = 1024
 BLOCK = 4_194_301
 ROWS = 4  # rows that are checked in each span
 Tables = dict[str, np.ndarray]  # index arguments by name
-Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # some rows of results: a name, the result, the expected result
-FORWARD = ("out", "lse")  # results of the forward pass that its gradient takes
+Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # (a name, some rows of the result, the expected rows)
+FORWARD = ("out", "lse")  # results of the forward pass that the gradient needs
 
 
 class Case(AnySample, abc.ABC):
     """One batch: lengths of its sequences, heads and options."""
 
     name: str
-    workload: str  # the number under which results are reported
+    workload: str  # such as "W1", under which tables report the case; "-" if no table does
     dtype: str
     num_tokens: int
     backward: bool = False
@@ -85,10 +85,10 @@ class Case(AnySample, abc.ABC):
 
     @abc.abstractmethod
     def changed(self) -> Iterator[tuple[Self, Tables]]:
-        """A case with other lengths or lists and then this case, each with the index arrays that differ."""
+        """Yield a case with other lengths or lists, then this case, each with the index arrays that change."""
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
-        """A block of random values that fills an argument by repetition."""
+        """At most BLOCK random values. They are repeated to fill the argument `name`."""
         del name
         return generator.standard_normal(min(BLOCK, max(1, math.prod(array.shape))), np.float32)
 
@@ -101,7 +101,7 @@ class Case(AnySample, abc.ABC):
         torch = importlib.import_module("torch")
 
         def array(values: np.ndarray, like: FakeArray) -> Any:
-            """A tensor filled with `values`, repeated."""
+            """A tensor with the shape and dtype of `like`, filled by repeating `values`."""
             count = math.prod(like.shape)
             held = torch.from_numpy(values).to(device).to(getattr(torch, like.dtype))
             # some operations do not support 8-bit floats
@@ -120,7 +120,7 @@ class Case(AnySample, abc.ABC):
         return self.with_forward(self._inputs(seed, array, jnp.asarray), "jax")
 
     def with_forward(self, inputs: dict[str, Any], framework: str) -> dict[str, Any]:
-        """The inputs. For a gradient, results of the forward pass replace the random values."""
+        """The inputs. A family that has gradients adds the results of the forward pass."""
         del framework
         return inputs
 
@@ -131,7 +131,7 @@ class Case(AnySample, abc.ABC):
 
         def made(name: str, value: Any) -> Any:
             if isinstance(value, tuple):
-                return tuple(made(name, one) for one in value)
+                return tuple(made(name, item) for item in value)
             if not isinstance(value, FakeArray):
                 return value
             return table(tables[name]) if name in tables else array(self.values(name, value, generator), value)
@@ -168,7 +168,7 @@ class Case(AnySample, abc.ABC):
 
     @abc.abstractmethod
     def compared(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """Parts of the result, each with the reference's result."""
+        """Yield (name, some rows of the result, the same rows by the reference)."""
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
@@ -183,7 +183,7 @@ def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def numpy_array(values: np.ndarray, like: FakeArray) -> np.ndarray:
-    """An array filled with `values`, repeated and rounded to its dtype."""
+    """An array with the shape of `like`, filled by repeating `values`, which are rounded to its dtype."""
     return np.resize(values if like.dtype == "uint8" else rounded(values, like.dtype), like.shape)
 
 
@@ -205,14 +205,14 @@ class Span:
 
 
 def spans(q_lens: Sequence[int], kv_lens: Sequence[int], sequences: int = 3) -> Iterator[Span]:
-    """The first and the last rows of some sequences, among them the first, the last, and the one with most queries."""
+    """The first and the last rows of evenly spaced sequences, and of the sequence with most queries."""
     starts = np.concatenate([[0], np.cumsum(q_lens)])
     count = len(q_lens)
     for seq in sorted({*np.linspace(0, count - 1, min(sequences, count)).astype(int), int(np.argmax(q_lens))}):
-        first = min(ROWS, q_lens[seq])
-        for begin in sorted({0, q_lens[seq] - first}):
-            start, end = int(starts[seq]) + begin, begin + first
-            yield Span(int(seq), start, start + first, kv_lens[seq] - q_lens[seq] + end)
+        num_rows = min(ROWS, q_lens[seq])
+        for begin in sorted({0, q_lens[seq] - num_rows}):
+            start, end = int(starts[seq]) + begin, begin + num_rows
+            yield Span(int(seq), start, start + num_rows, kv_lens[seq] - q_lens[seq] + end)
 
 
 def taken(array: Any, pages: np.ndarray) -> Any:
@@ -227,5 +227,5 @@ def taken(array: Any, pages: np.ndarray) -> Any:
 
 
 def drawn(low: int, high: int, count: int) -> list[int]:
-    """Random lengths, the same in every run."""
+    """`count` random lengths from `low` to `high`. They do not change between runs."""
     return [int(length) for length in np.random.default_rng(7).integers(low, high, count, endpoint=True)]

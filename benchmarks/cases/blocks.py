@@ -1,7 +1,7 @@
 """Named shapes of block selection, which selects the key blocks that sparse attention reads (keys with heads).
 
-They compile to code of their own, and no table reports them yet. As in `indexer`, all sequences of a case have the same
-lengths. Values are small integers, so that scores are exact and there is one right answer.
+The compile matrix compiles them. No table of times reports them yet. As in `indexer`, all sequences of a case have the
+same lengths. Values are small integers, so that scores are exact and there is one right answer.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """The case lists of FlashMLA's own tests, regenerated from their parameters; no framework is needed to read them.
 
-`e0-decode` and `e0-prefill` are the lists of September 2025 (319 and 34 cases); `e2-dense`, `e2-sparse` and
-`e2-prefill` those of April 2026 (2352, 4748 and 617 cases); `e4-sparse` and `e4-prefill` those of late September 2026
-(1590 and 316 cases), which draw some features of a case at random. `mha`, dense multi-head attention, is the same in
-all releases (32 cases). Inputs and the oracle are in `benchmarks.cases.flash_mla_data`.
+The lists of September 2025 are `e0-decode` (319 cases) and `e0-prefill` (34). The lists of April 2026 are `e2-dense`
+(2352), `e2-sparse` (4748) and `e2-prefill` (617). The lists of late September 2026 are `e4-sparse` (1590) and
+`e4-prefill` (316), and `e4-sparse` draws some features of a case at random. `mha` (32), dense multi-head attention, is
+equal in all releases. Inputs and the oracle are in `benchmarks.cases.flash_mla_data`.
 """
 
 import abc
@@ -18,35 +18,36 @@ D_V = 512
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Lists:
-    """The top-k lists of a decode case into one of its caches."""
+    """The top-k lists of a decode case that select keys of one of its caches."""
 
     s_k: int
     topk: int
     page_size: int
     lengths: bool = False  # whether lists have lengths (`topk_length`)
-    fp4: bool = False  # whether this cache is fp4 and the other one fp8
+    fp4: bool = False  # whether this cache is fp4 (the main cache is then fp8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(abc.ABC):
     """One call of a FlashMLA function."""
 
-    OPERATION: ClassVar[str]  # our operation that computes the same
+    OPERATION: ClassVar[str]  # our operation that computes this function
     kind: str = "correctness"
     seed: int = 0
 
     @property
     @abc.abstractmethod
     def group(self) -> str:
-        """The row of the summary that counts the case."""
+        """The name of the summary row in which the case is counted."""
 
     def scaled_down(self, *, heads: int | None = None, max_tokens: int | None = None) -> Self:
         """The case with at most `heads` query heads (a multiple of its KV heads) and about `max_tokens` tokens.
 
-        The tokens are the positions of the caches or the keys that the queries list, whichever are more. First the
-        batch is halved, down to 2 sequences (in a prefill the query tokens, down to 16). Then the lengths are halved,
-        down to 20 (32 rows), and with them the top-k, down to 64. Page sizes, query tokens per sequence and features do
-        not change. In dense multi-head attention, KV heads shrink with the query heads, and queries with the keys.
+        The tokens are the positions of the caches or the keys that the queries list, whichever are more. A decode first
+        halves its batch, down to 2 sequences, then its lengths, down to 20, together with its top-k, down to 64. Its
+        page sizes and query tokens per sequence do not change. A prefill first halves its query tokens, down to 16,
+        then its keys, down to 32, together with its top-k, down to 64. Dense multi-head attention halves the lengths of
+        queries and keys together, down to 20, and scales its KV heads with the query heads.
         """
         case = self if heads is None else self._with_heads(heads)
         return case if max_tokens is None else case._shortened(max_tokens)
@@ -64,7 +65,7 @@ class DecodeCase(Case):
 
     OPERATION: ClassVar[str] = "mla_decode"
 
-    form: str  # the release "e0", "e2" or "e4", whose data rules and call form the case follows
+    form: str  # "e0", "e2" or "e4": the release that defines the data rules and the form of the call
     b: int
     s_q: int
     s_k: int
@@ -244,7 +245,7 @@ SPARSE_CORNERS = ((512, 64, 61), (650, 576, 53))
 
 
 def _sparse_models() -> Iterator[tuple[dict[str, Any], bool, bool]]:
-    """(fields for width, lengths and heads; whether there is an extra cache; whether its lists have lengths)."""
+    """Yield (fields for width, lengths and heads; whether an extra cache exists; whether its lists have lengths)."""
     for d_qk in (576, 512):
         for extra in BOTH if d_qk == 512 else (False,):
             for extra_lens, lens in itertools.product(BOTH if extra else (False,), BOTH if d_qk == 512 else (False,)):
@@ -255,7 +256,7 @@ def _sparse_models() -> Iterator[tuple[dict[str, Any], bool, bool]]:
 def _sparse_batches(
     shapes: Sequence[tuple[int, int, int]], model: dict[str, Any], extra: bool, extra_lens: bool
 ) -> Iterator[dict[str, Any]]:
-    """The fields for caches and batch. Equal lengths occur only in the middle batch, if no list has a length."""
+    """Yield the fields for caches and batch. Only batches of 74 also have equal lengths, if no list has a length."""
     second_caches: list[Lists | None] = [None]
     if extra:
         second_caches = [Lists(s_k=s_k, topk=topk, page_size=page, lengths=extra_lens) for s_k, topk, page in shapes]
@@ -337,14 +338,14 @@ E4_SHAPES = (
 E4_SECONDS = (
     (512, 64, 5), (512, 64, 69), (1024, 576, 2), (1024, 576, 123), (2046, 2048, 1), (2046, 2048, 576),
 )  # fmt: skip
-# (whether there is a second cache, whether that cache is fp4)
+# (whether a second cache exists, whether it is fp4)
 E4_CACHES = ((False, False), (True, False), (True, True))
 
 
 def _e4_batches(
     shapes: Sequence[tuple[int, int, int]], second_caches: Sequence[Lists | None], batches: Sequence[int], lens: bool
 ) -> Iterator[dict[str, Any]]:
-    """The fields for caches and batch. Equal lengths occur only in the middle batch, if no list has a length."""
+    """Yield the fields for caches and batch. Only batches of 74 also have equal lengths, if no list has a length."""
     for (s_k, topk, page), second, b in itertools.product(shapes, second_caches, batches):
         has_lengths = lens or (second is not None and second.lengths)
         for varlen in (True, False) if b == 74 and not has_lengths else (True,):
@@ -357,7 +358,7 @@ def _e4_batches(
 def e4_sparse() -> Iterator[DecodeCase]:
     """The cases of late September 2026, `tests/test-sparse-decode.py`.
 
-    A random draw per kind decides if lists have lengths.
+    A random draw decides whether lists have lengths, for each choice of caches and number of heads.
     """
     seeds, random = itertools.count(), Random(0)
     corners: list[DecodeCase] = []
@@ -448,7 +449,7 @@ def cases_of(name: str) -> list[Case]:
 
 
 def covering(cases: Iterable[Case]) -> list[Case]:
-    """A small selection of the cases that covers each pair of values of two parameters that occurs in any case."""
+    """A small subset of the cases. Any two parameter values that occur together in a case do so in the subset too."""
     open_pairs: dict[Case, set[Any]] = {case: _pairs(case) for case in cases}
     subset = []
     while open_pairs:

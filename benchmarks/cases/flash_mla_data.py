@@ -1,4 +1,4 @@
-"""Inputs of FlashMLA's test cases by its own rules, a float32 oracle that shares no code with ours, and its comparison.
+"""Inputs for FlashMLA's test cases, made by its rules, its comparison, and a float32 oracle without our code.
 
 The rules make memory hostile. Data that no query refers to is NaN, including the scales of quantised caches. Pages are
 shuffled, every array is part of a larger one, page-table entries past a sequence's length are garbage, and lists
@@ -21,6 +21,7 @@ GARBAGE = 2147480000
 # invalid list entries; 0 is replaced by s_kv
 NO_INDEX = (-(2**31), -123456, -1, 0, 114514, 1919810, GARBAGE, 2**31 - 1)
 CHUNK = 2**26  # elements processed at a time
+# The greatest absolute error, relative error and cosine difference.
 BOUNDS = {
     "decode out": (8e-4, 2.01 / 128, 5e-6),
     "decode lse": (1e-6, 8.01 / 65536, 1e-7),
@@ -116,7 +117,7 @@ def mha_results(arguments: dict[str, Any], d_out: torch.Tensor) -> tuple[torch.T
 
 
 def metadata(case: DecodeCase, arguments: dict[str, Any], form: str) -> dict[str, Any]:
-    """The schedule arguments that `get_mla_metadata` returns, called in the form of the given release."""
+    """The schedule arguments. The arguments of `get_mla_metadata`, which returns them, depend on the release `form`."""
     if form != "e0":
         return dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata(), strict=True))
     fp8 = arguments.get("is_fp8_kvcache", False)
@@ -151,7 +152,7 @@ def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bflo
         "head_dim_v": D_V,
         "softmax_scale": case.d_qk**-0.55 if case.form != "e0" and case.lists else None,
         "causal": case.causal,
-        # The newest release has another default for this argument and is called without it.
+        # The newest release is called with another argument instead of `is_fp8_kvcache`.
         **({"cache_layout": case.layout} if case.form == "e4" else {"is_fp8_kvcache": case.quantized}),
         "indices": main.get("indices"),
         "attn_sink": maker.sinks(case.h_q) if case.sinks else None,
@@ -184,7 +185,7 @@ class Maker:
         return random_sinks(h_q, self.generator)
 
     def scope(self, lists: Lists | None) -> dict[str, Any]:
-        """A cache with its page table and lengths, and for a sparse case the lists into it."""
+        """A cache with its page table and lengths. For a sparse case, the lists that select its keys are added."""
         case = self.case
         page_size = lists.page_size if lists else case.page_size
         lens = self.lens(lists.s_k if lists else case.s_k)
@@ -230,7 +231,7 @@ class Maker:
     def indices(self, lens: torch.Tensor, slots: torch.Tensor, topk: int) -> torch.Tensor:
         """Lists of slots: distinct positions in random order, then -1.
 
-        By the rules of "e0" the lists are shuffled as well.
+        By the rules of "e0", each list is then shuffled, so -1 can be at any place.
         """
         case = self.case
         shape = (case.b, case.s_q, topk)
@@ -246,9 +247,9 @@ class Maker:
         return indices
 
     def quantized(self, cache: torch.Tensor, fp4: bool) -> torch.Tensor:
-        """The cache's bytes, with pages one row apart.
+        """The quantised cache. In memory, one unused row follows each page.
 
-        Scales have any value by the rules of "e0", otherwise powers of two.
+        By the rules of "e0", scales can have any value. Otherwise they are powers of two.
         """
         form = self.case.form
         name = ("fp4_v41" if fp4 else "fp8_v41") if form == "e4" else {576: "fp8_v32", 512: "fp8_v4"}[cache.shape[-1]]
@@ -313,7 +314,7 @@ def prefill_inputs(case: PrefillCase, device: str, dtype: torch.dtype = torch.bf
 def _prefill_lists(case: PrefillCase, uniform: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Lists of distinct rows in random order, then invalid indices.
 
-    By the rules of "e0" most rows are late ones, and the lists are shuffled.
+    By the rules of "e0", most rows are drawn from the last 20000 and may repeat, and the lists are shuffled.
     """
     step, count = max(CHUNK // case.s_kv, 1), min(case.topk, case.s_kv)
     rows = [min(step, case.s_q - first) for first in range(0, case.s_q, step)]
@@ -365,7 +366,7 @@ def rows_of_41(cache: torch.Tensor, slots: torch.Tensor, layout: str | None) -> 
 
 
 def rows_of(cache: torch.Tensor, slots: torch.Tensor, layout: str | None = None) -> torch.Tensor:
-    """The rows of valid slots, float32 [..., h_kv, d_qk]. The oracle decodes the bytes itself."""
+    """The rows of valid slots, float32 [..., h_kv, d_qk], decoded from the bytes without our code."""
     if cache.shape[-1] in (528, 288) and cache.element_size() == 1:
         return rows_of_41(cache, slots, layout)
     page, offset = slots // cache.shape[1], slots % cache.shape[1]
@@ -394,7 +395,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Softmax attention in float32 of q [n, h_q, d] over the keys [n or 1, k, h_kv, d] that are `valid` [n, k].
 
-    Returns out [n, h_q, D_V], and max_logits and lse [n, h_q] in natural units, which are -inf if no key is valid.
+    Returns out [n, h_q, D_V], and max_logits and lse [n, h_q], both to base e. Both are -inf if no key is valid.
     """
     n, h_q, d = q.shape
     if keys.shape[1] == 0:
@@ -462,9 +463,9 @@ def prefill_oracle(
     *, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, sm_scale: float, attn_sink: torch.Tensor | None,
     topk_length: torch.Tensor | None, convention: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The expected results of `flash_mla_sparse_fwd` in a convention, except that `out` is float32.
+    """The expected results of `flash_mla_sparse_fwd` under `convention`, except that `out` is float32.
 
-    Queries are computed in chunks.
+    Queries are processed in chunks, which bounds the memory.
     """
     step = max(CHUNK // (indices.shape[2] * q.shape[2]), 1)
     parts = []
@@ -515,7 +516,7 @@ def mha_oracle(
     *, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_qo: torch.Tensor, cu_seqlens_kv: torch.Tensor,
     softmax_scale: float, causal: bool, d_out: torch.Tensor, **lengths: Any,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The `MHA_RESULTS` in float32 by torch's own differentiation, one head of one sequence at a time."""
+    """The `MHA_RESULTS` in float32. Torch differentiates one head of one sequence at a time."""
     del lengths
     out, lse, *grads = (torch.zeros(array.shape, device=q.device) for array in (d_out, d_out[..., 0], q, k, v))
     edges = (itertools.pairwise(cu_lens.tolist()) for cu_lens in (cu_seqlens_qo, cu_seqlens_kv))

@@ -31,7 +31,7 @@ class IndexerCase(Case, IndexerSample):
     num_q_tokens: int  # query tokens per sequence; there are `max_num_seqs` sequences
     num_tokens: int = dataclasses.field(init=False)
     relative: bool = False
-    trained: bool = False  # whether this is a training case, both over ranges of keys and over lists
+    trained: bool = False  # whether the calls are those of a training step
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "num_tokens", self.max_num_seqs * self.num_q_tokens)
@@ -51,7 +51,7 @@ class IndexerCase(Case, IndexerSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The number of rows of a product, which are keys."""
+        """The rows of a product. In the indexer, they are keys."""
         return 64
 
     @property
@@ -74,8 +74,7 @@ class IndexerCase(Case, IndexerSample):
     def floor_seconds(self, bytes_per_second: float, flops_per_second: float) -> tuple[float, str]:
         """The least time of any implementation.
 
-        8-bit products run at twice `flops_per_second`, the rate of 16-bit
-        products.
+        8-bit products run at twice `flops_per_second`, the rate of 16-bit products.
         """
         return super().floor_seconds(bytes_per_second, flops_per_second * (2 if self.dtype == E4M3 else 1))
 
@@ -93,7 +92,10 @@ class IndexerCase(Case, IndexerSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step (the selection, then each of its operations), or those of a training step."""
+        """The calls of a serving step (the selection, then each of its operations) or of a training step.
+
+        A training step computes logits and their gradient over ranges of keys, then over lists.
+        """
         if self.trained:
             for operation in ("indexer_logits", "indexer_logits_backward"):
                 for listed in (False, True):
@@ -142,7 +144,7 @@ class IndexerCase(Case, IndexerSample):
         return found
 
     def changed(self) -> "Iterator[tuple[IndexerCase, Tables]]":
-        """This case with other pages, then with the pages of seed 0."""
+        """Yield this case with other pages, then with the pages of seed 0."""
         yield self, self.tables(1)
         yield self, self.tables(0)
 
@@ -222,7 +224,7 @@ _ALL = (
 )
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports, but that compile to code of their own.
+# No table reports these shapes. The compile matrix needs them, because they compile to different code.
 _MORE = (
     _decode("decode_bf16_queries", 64, 32 * K, workload="-", dtype="bfloat16"),
     _decode("decode_bf16", 64, 32 * K, **PLAIN),

@@ -8,17 +8,17 @@ from ragged_attention.reference.ragged_paged_attention import of_head, seen_by_h
 
 
 def lists_of(case: Any) -> np.ndarray:
-    """The block lists of a case, i32 [T, K, N]: the query's own block, the first block, and others at equal steps.
+    """The block lists of a case, i32 [T, K, N]: the query's own block, the first block, and blocks between them.
 
-    The steps differ slightly from one KV head to the next. Neighbouring queries have similar lists, as in real models.
-    A query with fewer than N blocks lists some of them twice.
+    The steps between blocks differ slightly from one KV head to the next. As in real models, neighbouring queries have
+    similar lists. A query with fewer than N blocks lists some of them twice.
     """
     lengths = zip(case.q_lens, case.kv_lens, strict=True)
     positions = np.concatenate([np.arange(kv_len - q_len, kv_len) for q_len, kv_len in lengths])
     own_block = (np.maximum(positions, 0) // case.block_size)[:, None, None]
     step = np.arange(case.selected)[None, None, :] / max(case.selected - 1, 1)
-    bend = 1 + np.arange(case.num_kv_heads)[None, :, None] / 8
-    return (own_block - own_block * step**bend).astype(np.int32)
+    exponent = 1 + np.arange(case.num_kv_heads)[None, :, None] / 8
+    return (own_block - own_block * step**exponent).astype(np.int32)
 
 
 def list_table(case: Any) -> dict[str, np.ndarray]:
@@ -32,7 +32,7 @@ def list_entries(case: Any) -> int:
 
 
 def named_pairs(case: Any, *, causal: bool) -> tuple[int, int]:
-    """(visible pairs of a query and a key, keys that at least one query sees), each averaged over the KV heads."""
+    """The numbers of visible pairs of a query and a key, and of keys that any query sees, averaged over KV heads."""
     pairs = keys = 0
     lists, start = lists_of(case), 0
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):

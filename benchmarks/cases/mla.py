@@ -62,7 +62,7 @@ class LatentCase(Case, LatentSample):
 
     @property
     def packed(self) -> bool:
-        """Whether the rows are packed, without pages. As a cache, each row is a page."""
+        """Whether the rows are packed, without pages. Operations on a cache then see pages of one row."""
         return self.prefill and self.cache_format == "plain"
 
     def num_pages(self, page_size: int) -> int:
@@ -80,9 +80,9 @@ class LatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows of a product if wgmma is expected.
+        """The rows of a product, or 0 if wgmma is not expected.
 
-        In formats with small groups, some Triton versions have no such tile.
+        For formats with small scale groups, some Triton versions have no wgmma tile.
         """
         tokens = 1 if self.topk else self.num_q_tokens
         return self.num_q_heads // self.num_kv_heads * tokens if self.cache_format in ("plain", "fp8_v32") else 0
@@ -90,7 +90,7 @@ class LatentCase(Case, LatentSample):
     def needed_rows(self) -> tuple[int, int]:
         """The number of rows of each cache that at least one query sees.
 
-        A sequence's lists overlap as little as possible.
+        The lists of a sequence overlap as little as possible, so the rows are all listed ones, at most `max_len`.
         """
         if not self.topk:
             window = self.sliding_window or self.max_len
@@ -144,7 +144,7 @@ class LatentCase(Case, LatentSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step. A prefill over plain rows adds its gradient, with and without determinism."""
+        """The calls of a serving step. A prefill over packed rows adds both forms of its gradient."""
         yield self.attention_call(device)
         yield self.call("write_mla_cache", device)
         yield self.call("latent_norm_rope_write", device)
@@ -155,27 +155,27 @@ class LatentCase(Case, LatentSample):
         elif self.packed:
             for deterministic in (False, True):
                 yield self.call("sparse_mla_prefill_backward", device, deterministic=deterministic)
-            # The target for training an indexer, over lists and over ranges. With few heads the compiler unrolls its
-            # only loop, which the check for a workload's loops would report as missing.
+            # `attention_target` trains an indexer, over lists or ranges. With few heads the compiler unrolls its only
+            # loop, and the compile matrix, which checks the loops of workloads, would report that loop as missing.
             if self.num_kv_heads == 1 and (self.workload == "-" or self.num_q_heads > 64):
                 for topk in (self.topk, 0):
                     yield dataclasses.replace(self, topk=topk).call("attention_target", device)
 
     # ---- inputs
 
-    def _slots(self, page_size: int, generator: np.random.Generator) -> np.ndarray:
+    def _page_table(self, page_size: int, generator: np.random.Generator) -> np.ndarray:
         """The page indices of every sequence, [S, M], in random order."""
         count = self.max_num_seqs * self.pages_per_seq(page_size)
         return generator.permutation(count + 1)[:count].reshape(self.max_num_seqs, -1).astype(np.int32)
 
     def _lists(self, topk: int, page_size: int, generator: np.random.Generator) -> np.ndarray:
-        """For every query token, distinct random positions of its sequence, as slots. Missing positions are -1.
+        """Distinct random positions of the sequence for every query token, as slots. Entries beyond its length are -1.
 
         All positions of a sequence are put in one random order, and each list is a contiguous piece of it. The pieces
         begin at evenly spaced places, assigned to the queries at random, so a sequence's lists overlap as little as
         possible.
         """
-        pages = None if self.packed else self._slots(page_size, generator)
+        pages = None if self.packed else self._page_table(page_size, generator)
         lists = np.empty((self.max_num_seqs, self.num_q_tokens, topk), np.int32)
         for seq in range(self.max_num_seqs):
             order = generator.permutation(self.max_len).astype(np.int32)
@@ -194,14 +194,14 @@ class LatentCase(Case, LatentSample):
         generator = np.random.default_rng(seed)
         if not self.topk:
             lens = np.full(self.max_num_seqs, self.max_len, np.int32)
-            return {"page_indices": self._slots(self.page_size, generator), "kv_lens": lens}
+            return {"page_indices": self._page_table(self.page_size, generator), "kv_lens": lens}
         found = {"indices": self._lists(self.topk, self.page_size, generator)}
         if self.extra_topk:
             found["extra_indices"] = self._lists(self.extra_topk, self.extra_page_size, generator)
         return found
 
     def changed(self, seed: int = 2) -> "Iterator[tuple[LatentCase, Tables]]":
-        """This case with other lists or lengths, then with those of `seed`."""
+        """Yield this case with other lists or lengths, then with the lists or lengths of `seed`."""
         if self.topk:
             yield self, self.tables(seed + 1)
         else:
@@ -251,7 +251,7 @@ class LatentCase(Case, LatentSample):
 
 
 def _gathered(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray, np.ndarray]:
-    """A cache of only the pages that hold `slots`, and a list with the places of these slots in it."""
+    """A small cache of only the pages that contain `slots`, and the slots' places in the small cache."""
     page_size = cache.shape[1] if len(cache.shape) == 4 else 1
     pages, order = np.unique(slots // page_size, return_inverse=True)
     gathered = to_numpy(taken(cache, pages))
@@ -266,7 +266,7 @@ def _gathered(cache: Any, slots: np.ndarray, to_numpy: Any) -> tuple[np.ndarray,
 def batch(
     name: str, workload: str, num_seqs: int, num_q_heads: int, *, num_q_tokens: int = 1, **fields: Any
 ) -> LatentCase:
-    """A case from the number of query tokens per sequence."""
+    """A case of `num_seqs` sequences with `num_q_tokens` query tokens each."""
     num_tokens = num_seqs * num_q_tokens
     return LatentCase(
         name=name, workload=workload, max_num_seqs=num_seqs, num_tokens=num_tokens, num_q_heads=num_q_heads, **fields
@@ -320,7 +320,7 @@ _ALL = (
 )
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports, but that compile to code of their own.
+# No table reports these shapes. The compile matrix needs them, because they compile to different code.
 _MORE = (
     _sparse("mla_sparse_v4_h16", "-", 8, 16, **V4, page_size=61),
     _sparse("mla_sparse_v4_h32", "-", 8, 32, **V4),
@@ -357,7 +357,7 @@ _MORE = (
         d_v=128,
         dtype="float32",
     ),
-    # These cases have too few queries to decode the cache first.
+    # With so few queries, the backend does not dequantise the whole cache first.
     _prefill("mla_prefill_fp8_h128_64q", 32 * K, workload="-", num_q_tokens=64, cache_format="fp8_v32"),
     _prefill("mla_prefill_v4_h64_64q", 32 * K, workload="-", num_q_tokens=64, num_q_heads=64, topk=512, **V4),
     _sparse("mla_one_of_everything", "-", 1, 1, cache_format="plain", max_len=1, topk=1, page_size=1),

@@ -69,15 +69,15 @@ class PagedCase(Case, Sample):
     def wgmma_rows(self) -> int:
         group = self.num_q_heads // self.num_kv_heads
         rows = max(self.q_lens) * group
-        if self.selected:  # the tokens of one job
+        if self.selected:  # a job has one token, or up to 16
             rows = group * (1 if self.batch_invariant or self.key_ranges else min(max(self.q_lens), 16))
         # The addresses for a draft mask or a relative bias leave too few registers for a tile of 64 rows.
-        looks_up = self.draft is not None or self.relative_bias
+        lacks_registers = self.draft is not None or self.relative_bias
         if self.batch_invariant:  # batch-invariant programs have two accumulators
-            looks_up = looks_up or self.sliding_window or self.key_ranges or self.form or self.head_dim > 128
-        # So do stored scales of heads with more than 128 columns.
+            lacks_registers |= bool(self.sliding_window or self.key_ranges or self.form or self.head_dim > 128)
+        # The scale pages of heads with more than 128 columns also leave too few registers.
         widest = LARGEST_WGMMA_HEAD if self.form is None else 128
-        return rows if self.head_dim <= widest and not looks_up else 0
+        return rows if self.head_dim <= widest and not lacks_registers else 0
 
     def needed_keys(self) -> int:
         """The number of cache positions that at least one query sees, over all sequences."""
@@ -118,8 +118,8 @@ class PagedCase(Case, Sample):
     def scaled_down(self, *, length: int = 77, sequences: int = 4) -> "PagedCase":
         """A small case of the same kind, with the same head size, GQA ratio, page size and options.
 
-        The longest sequence gets about `length` positions, and the window shrinks in proportion. The sequences that
-        stay are the first of each kind (decode, chunk, prefill, the longest).
+        The longest sequence gets about `length` positions, and the window shrinks in proportion. One sequence of each
+        kind is selected first. A kind is a number of queries, and whether the sequence is the longest.
         """
         factor = max(1.0, max(self.kv_lens) / length)
         kinds = [(q_len, kv_len == max(self.kv_lens)) for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True)]
@@ -143,7 +143,7 @@ class PagedCase(Case, Sample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step, in both layouts of the pages.
+        """The calls of a serving step, including the operations over heads-first pages.
 
         `write_kv_pages` is called with tables, then with slots.
         """
@@ -188,8 +188,8 @@ class PagedCase(Case, Sample):
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
         kv_lens = tuple(max(q_len, kv_len * (1 + seq % 3) // 4) for seq, (q_len, kv_len) in enumerate(lengths))
         other = dataclasses.replace(self, kv_lens=kv_lens)
-        for one in (other, self):
-            yield one, {"kv_lens": np.array(one.kv_lens, np.int32)} | range_table(one) | list_table(one)
+        for case in (other, self):
+            yield case, {"kv_lens": np.array(case.kv_lens, np.int32)} | range_table(case) | list_table(case)
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         values = super().values(name, array, generator)
@@ -237,7 +237,7 @@ class PagedCase(Case, Sample):
     def _compared_spans(self) -> Iterator[Span]:
         """The compared rows of some sequences.
 
-        With a draft mask they are whole sequences: its columns start at the first token.
+        With a draft mask, a span is a whole sequence, because the mask's columns start at the first new token.
         """
         for span in spans(self.q_lens, self.kv_lens):
             if self.draft is None:
@@ -318,7 +318,7 @@ _ALL = (
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports, but that compile to code of their own.
+# No table reports these shapes. The compile matrix needs them, because they compile to different code.
 _MORE = (
     _batch("float32_mixed", "-", [(256, 512)] + [(1, 1 * K)] * 8, (8, 4, 64), dtype="float32", return_lse=True),
     _batch("phi_head_80_mixed", "-", [(512, 512)] + [(1, 1 * K)] * 8, (32, 32, 80), dtype="float16"),
@@ -369,7 +369,7 @@ _MORE = (
     ),
     _batch("invariant_float32", "-", [(64, 4 * K)], (8, 4, 80), batch_invariant=True, dtype="float32"),
     _batch("invariant_draft", "-", [(8, 4 * K)] * 8, LLAMA_8B, batch_invariant=True, draft=8),
-    # As many key ranges as the masks of real models need. With eight ranges the kernels are right, but spill registers.
+    # Real models need one or two key ranges. With eight ranges the kernels are right, but spill registers.
     _batch("one_range_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=1),
     _batch("two_ranges_4k", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, LLAMA_8B, key_ranges=2),
     _batch("two_ranges_sinks", "-", [(4 * K, 4 * K)] + [(1, 4 * K)] * 8, GPT_OSS, key_ranges=2, sinks=True),

@@ -62,11 +62,10 @@ class RaggedLatentCase(Case, LatentSample):
 
     @property
     def wgmma_rows(self) -> int:
-        """The rows of a product if wgmma is expected.
+        """The rows of a product, or 0 if wgmma is not expected.
 
-        Only for a plain cache does every Triton version have such a tile.
-
-        Ranges of keys leave too few registers for it, except one range that all heads of a tile share.
+        Some Triton versions have a wgmma tile only for a plain cache. Key ranges leave too few registers for the tile.
+        An exception is a single range that all heads of a tile share.
         """
         rows = max(self.q_lens) * self.num_q_heads
         shared = not self.key_ranges or (self.key_ranges == 1 and self.num_q_heads % 64 == 0)
@@ -158,7 +157,7 @@ class RaggedLatentCase(Case, LatentSample):
         lengths = zip(self.q_lens, self.kv_lens, strict=True)
         kv_lens = tuple(max(q_len, kv_len * (1 + seq % 3) // 4) for seq, (q_len, kv_len) in enumerate(lengths))
         other = dataclasses.replace(self, kv_lens=kv_lens)
-        return ((one, {"kv_lens": np.array(one.kv_lens, np.int32)} | range_table(one)) for one in (other, self))
+        return ((case, {"kv_lens": np.array(case.kv_lens, np.int32)} | range_table(case)) for case in (other, self))
 
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         if array.dtype == "uint8":
@@ -204,7 +203,7 @@ class RaggedLatentCase(Case, LatentSample):
 def batch(
     name: str, lengths: list[tuple[int, int]], heads: int, *, workload: str = "W9", **fields: Any
 ) -> RaggedLatentCase:
-    """A case from the number of query tokens and of keys of each sequence."""
+    """A case with these (query tokens, keys) per sequence."""
     q_lens, kv_lens = zip(*lengths, strict=True)
     return RaggedLatentCase(name=name, workload=workload, q_lens=q_lens, kv_lens=kv_lens, num_q_heads=heads, **fields)
 
@@ -219,7 +218,7 @@ _ALL = (
 CASES = {case.name: case for case in _ALL}
 
 FEW = [(1, 900), (300, 300), (3, 70)]
-# Shapes that no table reports, but that compile to code of their own.
+# No table reports these shapes. The compile matrix needs them, because they compile to different code.
 _MORE = (
     batch("mla_ragged_window_cap", FEW, 128, sliding_window=100, soft_cap=30.0, sinks=True),
     batch("mla_ragged_page_24_h12", FEW, 12, page_size=24, sliding_window=100),

@@ -30,7 +30,7 @@ def num_pairs(case: Any) -> int:
 
 
 def num_keys(case: Any) -> int:
-    """The number of keys that at least one query of their sequence sees."""
+    """The number of keys, over all sequences, that at least one query sees."""
     total = 0
     for rows in np.split(ranges_of(case), np.cumsum(case.q_lens)[:-1]):
         change = np.zeros(rows.max(initial=0) + 1, np.int64)

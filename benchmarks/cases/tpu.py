@@ -13,7 +13,7 @@ from ragged_attention.calls import CALLS, Call, Device
 from ragged_attention.errors import Unsupported
 from ragged_attention.tools import samples
 
-# Kind of TPU -> the compiler's name for such a machine, and jax's name for the device.
+# Kind of TPU -> (the compiler's name for a machine with such TPUs, jax's name for the device).
 TARGETS: Mapping[str, tuple[str, str]] = {
     "v4": ("v4:2x2x1", "TPU v4"),
     "v5e": ("v5e:2x2", "TPU v5 lite"),
@@ -25,16 +25,18 @@ TARGETS: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TpuCase:
-    """One call of an operation: `sample` changes the shapes of its sample call, `arguments` its other arguments."""
+    """One call of an operation. `sample` changes the shapes of the sample call, and `arguments` its other arguments."""
 
     name: str
     operation: str
     sample: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the kernel; by default its heuristic's
-    # kernels that the call runs; None: it depends on the scalar memory, and less memory means more kernels
+    options: Mapping[str, Any] = dataclasses.field(
+        default_factory=dict
+    )  # the kernel's; without them its heuristic decides
+    # The number of kernels that the call runs. None: the number depends on the size of the scalar memory.
     kernels: int | None = 1
-    refused: str = ""  # part of the reason that the Pallas backend gives for declining the call, if it does
+    refused: str = ""  # part of the backend's reason for declining the call; empty if it accepts the call
 
     def call(self, device: Device) -> Call:
         return samples.sample_of(self.operation, **self.sample).call(self.operation, device, **self.arguments)
@@ -73,7 +75,7 @@ def traceable(case: TpuCase) -> Traceable:
     return Traceable(run, shapes)
 
 
-# The block sizes at which JAX's kernel is compiled. Weights are rounded as in that kernel.
+# With these options our kernel has the block sizes of JAX's kernel and rounds weights as that kernel does.
 BLOCKS = {"num_kv_pages_per_block": 8, "num_queries_per_block": 64, "split_weights_below": 0}
 MIXED = {"num_tokens": 512, "max_num_seqs": 8, "max_len": 512}
 SCALES = {"k_scale": 0.25, "v_scale": 0.25}
@@ -83,7 +85,7 @@ FP8, INT8 = "float8_e4m3fn", "int8"
 def _attention(name: str, heads: tuple[int, int] = (32, 8), head_dim: int = 128, **fields: Any) -> TpuCase:
     """A mixed batch of ragged paged attention.
 
-    `fields` belong to the sample, except `arguments`, `options` and `kernels`.
+    The fields `arguments`, `options` and `kernels` are those of the case. Other fields belong to its sample.
     """
     more: dict[str, Any] = {"kernels": 2}  # one kernel for decodes, one for the other sequences
     more |= {key: fields.pop(key) for key in ("arguments", "options", "kernels") if key in fields}
@@ -340,7 +342,7 @@ _INDEXER = (
 
 CASES: tuple[TpuCase, ...] = (*_RAGGED, *_WRITES, *_HEADS_FIRST, *_LATENT, *_RAGGED_LATENT, *_LATENT_WRITES, *_INDEXER)
 
-# The cases on the page of compilations: the first group for every kind of TPU, the second for one kind.
+# The cases on the page of compilations. EVERYWHERE is compiled for every kind of TPU, FURTHER only for MOST.
 EVERYWHERE = (
     "rpa_32x8_d128_bf16", "rpa_32x8_d128_fp8", "write_bf16", "paged_32x8_d128_bf16", "prefill_32x8_d128_bf16",
     "mla_dense_h128_bf16", "mla_sparse_h128_fp8_v32", "mla_sparse_prefill_h128_bf16", "mla_ragged_h128_bf16",

@@ -29,7 +29,7 @@ from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
 
-# a gradient's inputs that are neither inputs nor results of the forward pass
+# inputs that only the gradient has; its others are inputs or results of the forward pass
 GRADIENT_INPUTS = ("d_out", "d_lse", "return_d_relative_bias")
 
 
@@ -72,7 +72,7 @@ class VarlenCase(Case, VarlenSample):
         if self.batch_invariant and (self.sliding_window or self.head_dim > 128):
             return 0
         tokens = max(self.q_lens)
-        if self.selected:  # the tokens of one job
+        if self.selected:  # a job has one token, or up to 16
             tokens = 1 if self.key_ranges or self.batch_invariant else min(tokens, 16)
         return tokens * self.num_q_heads // self.num_kv_heads
 
@@ -100,9 +100,9 @@ class VarlenCase(Case, VarlenSample):
         return total
 
     def flops(self) -> int:
-        """The operations of q . k and weights * v.
+        """The operations of the products.
 
-        A gradient has three products of the first kind and two of the second.
+        A forward pass has one product of width `head_dim` and one of width `d_v`. A gradient has three and two.
         """
         columns = 3 * self.head_dim + 2 * self.d_v if self.backward else self.head_dim + self.d_v
         return 2 * self.visible_pairs() * self.num_q_heads * columns
@@ -139,7 +139,7 @@ class VarlenCase(Case, VarlenSample):
         return tables | range_table(self) | list_table(self)
 
     def changed(self) -> "Iterator[tuple[VarlenCase, Tables]]":
-        """This case with the lengths shifted by one sequence, then the case itself."""
+        """Yield this case with the lengths shifted by one sequence, then the case itself."""
         other = dataclasses.replace(self, q_lens=(*self.q_lens[1:], 0), kv_lens=(*self.kv_lens[1:], 0))
         tables = other.tables()
         for name in tables.keys() & {"key_ranges", "selected"}:  # rows of padding repeat other rows and are not read
@@ -150,7 +150,7 @@ class VarlenCase(Case, VarlenSample):
     def values(self, name: str, array: FakeArray, generator: np.random.Generator) -> np.ndarray:
         """Random values.
 
-        Those of v, d_out and d_lse are small: a query with few keys would magnify the rounding of its weights.
+        The values of v, d_out and d_lse are small, because few keys per query magnify the rounding of weights.
         """
         if name == "alibi_slopes":
             return 0.5 ** (1 + np.arange(self.num_q_heads, dtype=np.float32) % 8)
@@ -185,12 +185,14 @@ class VarlenCase(Case, VarlenSample):
 
     def _compared_rows(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
         for span in spans(self.q_lens, self.kv_lens):
-            every, keys = self._sequence(span.seq)
+            all_rows, keys = self._sequence(span.seq)
             rows = span.rows
             if self.causal:
                 keys = slice(keys.start, keys.start + max(span.kv_len, 0))
-            elif self.sliding_window or self.alibi_slopes or self.relative_bias:  # positions count from all queries
-                rows = every
+            elif (
+                self.sliding_window or self.alibi_slopes or self.relative_bias
+            ):  # positions depend on the number of queries
+                rows = all_rows
             want, _ = varlen_attention(
                 to_numpy(inputs["q"][rows]),
                 *(to_numpy(inputs[name][keys]) for name in ("k", "v")),
@@ -209,7 +211,7 @@ class VarlenCase(Case, VarlenSample):
             yield str(dataclasses.replace(span, start=rows.start, stop=rows.stop)), to_numpy(out[rows]), want
 
     def _compared_gradients(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> Compared:
-        """dq of some rows in the first and last KV head's group, and dk and dv of some keys, for three sequences."""
+        """Yield (name, result, reference) for parts of dq, dk and dv: three sequences, the first and last KV head."""
         for seq in sorted({0, len(self.q_lens) - 1, int(np.argmax(self.q_lens))}):
             for kv_head in sorted({0, self.num_kv_heads - 1}):
                 for name, got, want in self._some_gradients(inputs, out, seq, kv_head, to_numpy):
@@ -226,7 +228,7 @@ class VarlenCase(Case, VarlenSample):
         return to_numpy(inputs[name][rows]) if getattr(self, name) else None
 
     def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
-        """Yield (name, result, reference) for the ends of a sequence and one KV head's group."""
+        """Yield (name, result, reference) for one KV head and its query heads, at both ends of a sequence."""
         rows, keys = self._sequence(seq)
         q_len, kv_len = self.q_lens[seq], self.kv_lens[seq]
         group = self.num_q_heads // self.num_kv_heads
@@ -287,7 +289,7 @@ def _invariant(name: str, heads: tuple[int, int], width: int, **options: Any) ->
     )  # fmt: skip
 
 
-# Batch sizes as in upstream's benchmark: 16k tokens in all, so longer sequences mean fewer of them.
+# As in upstream's benchmark, every batch has 16k tokens, so a batch of longer sequences has fewer of them.
 _SHAPES = (((128, 128), (16, 16)), ((192, 128), (16, 16)))
 _ALL = (
     *(
@@ -305,7 +307,7 @@ _ALL = (
 )  # fmt: skip
 CASES = {case.name: case for case in _ALL}
 
-# Shapes that no table reports, but that compile to code of their own.
+# No table reports these shapes. The compile matrix needs them, because they compile to different code.
 _MORE = (
     *_both("float16_64", "-", (1000,) * 4, (32, 8), (64, 64), dtype="float16"),
     *_both("float32_80", "-", (333,) * 4, (8, 4), (80, 80), dtype="float32", sliding_window=100),
