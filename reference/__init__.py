@@ -1,4 +1,4 @@
-"""The reference: every operation in NumPy, to be read first. The test suite compares every other backend with it.
+"""The reference backend: every operation in NumPy, written to be read. The tests compare all other backends with it.
 
 It supports every valid call, has nothing to tune, and computes one sequence after another.
 """

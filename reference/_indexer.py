@@ -38,11 +38,11 @@ class Seen(NamedTuple):
     columns: NDArray[np.int64]  # [n], ascending
     keys: Float64  # [n, ..., D]
     scales: Float64  # [n, ...]
-    rows: NDArray[np.int64]  # [n], the packed keys, or the pages of keys in pages
+    rows: NDArray[np.int64]  # [n], each key's row if keys are packed, and otherwise its page
 
 
 def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys: int | None) -> Iterator[Seen]:
-    """Yields each token that sees a key, if tokens see ranges of packed keys; keys that no token sees are not read."""
+    """Yield the keys of each token that sees any, from ranges of packed keys. Keys that no token sees are not read."""
     edges = np.clip(np.stack([starts, stops], axis=-1).astype(np.int64), 0, len(keys.stored))
     for token, (start, stop) in enumerate(edges):
         rows = np.arange(start, stop if max_keys is None else min(stop, start + max_keys))
@@ -51,7 +51,7 @@ def seen_of_ranges(keys: Keys, starts: Any, stops: Any, relative: bool, max_keys
 
 
 def seen_of_lists(keys: Keys, indices: NDArray[np.int32]) -> Iterator[Seen]:
-    """Yields each token that sees a key, if tokens have lists of packed keys [T, L]; other keys are not read."""
+    """Yield the keys of each token that sees any, from lists [T, L] of packed keys. Unlisted keys are not read."""
     for token, entries in enumerate(indices):
         columns = np.flatnonzero((entries >= 0) & (entries < len(keys.stored)))
         if len(columns):
@@ -62,7 +62,7 @@ def seen_of_lists(keys: Keys, indices: NDArray[np.int32]) -> Iterator[Seen]:
 def seen_in_pages(
     num_tokens: int, keys: Keys, tables: tuple[Any, Any, Any], num_seqs: ArrayLike | None, ratio: int
 ) -> Iterator[Seen]:
-    """Yields each token that sees a key, if the keys lie in pages; keys that no token sees are not read."""
+    """Yield the keys of each token that sees any, from pages. Keys that no token sees are not read."""
     page_indices, kv_lens, cu_q_lens = map(np.asarray, tables)
     num_pages, page_size = keys.stored.shape[:2]
     for seq, (start, stop) in enumerate(sequence_bounds(cu_q_lens, num_seqs, num_tokens)):
@@ -90,11 +90,11 @@ def largest(logits: Float64, top_k: int, forced: NDArray[np.bool_] | None = None
     Columns that are `forced` [T, N] come before all others, even if their logit is NaN, but not if it is -inf.
     """
     num_tokens, columns = logits.shape
-    before = np.zeros(logits.shape, bool) if forced is None else forced & (logits != -np.inf)
+    is_forced = np.zeros(logits.shape, bool) if forced is None else forced & (logits != -np.inf)
     values = np.where(np.isnan(logits), -np.inf, logits)
     selected = np.full((num_tokens, top_k), -1, np.int32)
-    for token, (row, first) in enumerate(zip(values, before, strict=True)):
-        best = np.lexsort((np.arange(columns), row, first))[::-1][:top_k]
-        best = np.sort(best[first[best] | (row[best] != -np.inf)])
+    for token, (row, forced_row) in enumerate(zip(values, is_forced, strict=True)):
+        best = np.lexsort((np.arange(columns), row, forced_row))[::-1][:top_k]
+        best = np.sort(best[forced_row[best] | (row[best] != -np.inf)])
         selected[token, : len(best)] = best
     return selected

@@ -91,10 +91,10 @@ def divisors(scale: ArrayLike | None, num_kv_heads: int) -> NDArray[np.float32]:
 
 
 def true_queries(q: ArrayLike, q_scale: ArrayLike | None, sm_scale: float, dtype: str | None) -> tuple[Float64, float]:
-    """Queries [T, H, D] and the scale of the logits, with `q_scale` applied to one of them.
+    """Queries [T, H, D] and the scale of the logits, one of them multiplied by `q_scale`.
 
-    A number multiplies the scale. An array, [1] or [H], multiplies the queries in float32, and the products are rounded
-    to `dtype`.
+    A `q_scale` that is a number multiplies the scale of the logits. An array, [1] or [H], multiplies the queries in
+    float32, and the products are rounded to `dtype`.
     """
     if q_scale is None or isinstance(q_scale, int | float):
         return widened(q), sm_scale * (1.0 if q_scale is None else q_scale)
@@ -116,15 +116,15 @@ def sequence_bounds(cu_q_lens: ArrayLike, num_seqs: ArrayLike | None, num_tokens
 def latent_format(
     pages: NDArray[Any], cache_format: str | None = None, cache_layout: str | None = None
 ) -> CacheFormat | None:
-    """The format of latent pages, found by their element and token sizes; None for plain pages."""
+    """The format of latent pages, which follows from their element and token sizes; None for plain pages."""
     if pages.dtype.itemsize > 1:
         return None
-    found = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
-    return laid_out(next(layout.name for layout in found if layout.token_bytes == pages.shape[-1]), cache_layout)
+    candidates = [layout for layout in CACHE_FORMATS.values() if cache_format in (None, layout.name)]
+    return laid_out(next(layout.name for layout in candidates if layout.token_bytes == pages.shape[-1]), cache_layout)
 
 
 def planes(pages: NDArray[Any], layout: CacheFormat) -> tuple[Bytes, Bytes, Bytes]:
-    """Views of the bytes of each token's values, scales and rotary columns, [P, G, ...] each, in contiguous pages.
+    """Views [P, G, ...] of the bytes of each token's values, scales and rotary columns. The pages must be contiguous.
 
     The layout "token" stores all bytes of a token together; "page" stores the scales of all tokens at the page's end.
     """
@@ -146,7 +146,7 @@ def latent_rows(
     cache_layout: str | None = None,
     code_dtype: str | None = None,
 ) -> Float64:
-    """The rows [n, K, d_qk] at `slots` [n], which lie within the cache; no other row is read.
+    """The rows [n, K, d_qk] at `slots` [n], which must be valid slots; no other row is read.
 
     `code_dtype` names the dtype of a plain 8-bit cache, whose scale is not applied.
     """
@@ -177,7 +177,7 @@ def dequantize_rows(codes: Bytes, scales: Bytes, rotary: Bytes, layout: CacheFor
 
 
 def quantize_rows(rows: ArrayLike, layout: CacheFormat, power_of_two_scales: bool) -> tuple[Bytes, Bytes, Bytes]:
-    """The bytes of rows [..., d_qk], in the order of `planes`; all arithmetic is in float32. Padding is 0."""
+    """The bytes of rows [..., d_qk], in the order of `planes`; all arithmetic is in float32. Padding bytes are 0."""
     rows = np.ascontiguousarray(widened(rows, np.float32))
     groups = rows[..., : layout.values].reshape(*rows.shape[:-1], layout.num_groups, layout.group)
     rotary = bfloat16_bits(rows[..., layout.values :]).astype("<u2").view(np.uint8)

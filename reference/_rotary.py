@@ -18,7 +18,7 @@ def normalized(x: ArrayLike, weight: ArrayLike | None, eps: float) -> Float64:
 
 
 def rotated(x: ArrayLike, positions: ArrayLike, cos_sin: Any, interleaved: bool) -> Float64:
-    """Rows [T, heads, D], of whose first R columns each pair is rotated by its position's angles."""
+    """Rows [T, heads, D], with each pair of their first R columns rotated by the angles of the token's position."""
     x = widened(x).copy()
     cos, sin = map(widened, cos_sin if isinstance(cos_sin, tuple | list) else np.split(np.asarray(cos_sin), 2, axis=1))
     rows = np.clip(np.asarray(positions), 0, len(cos) - 1)
@@ -33,7 +33,7 @@ def rotated(x: ArrayLike, positions: ArrayLike, cos_sin: Any, interleaved: bool)
 
 
 def rounded(x: Float64, dtype: str) -> Float64:
-    """The nearest values of a float dtype."""
+    """`x` rounded to a float dtype, as float64."""
     if dtype == "bfloat16":
         return widened(bfloat16_values(bfloat16_bits(x.astype(np.float32))))
     with np.errstate(over="ignore"):

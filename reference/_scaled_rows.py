@@ -1,6 +1,7 @@
-"""Rows of K and V whose scales are stored beside their codes: their values, and how a write quantises new rows.
+"""K and V rows whose scales are stored in scale pages: their values, and the quantisation of new rows in a write.
 
-`write_kv_pages` documents the rules. All of their arithmetic is in float32, step by step as on a device.
+The docstring of `write_kv_pages` has the rules of quantisation. Its arithmetic is in float32, step by step as on a
+device.
 """
 
 from typing import Any
@@ -44,7 +45,7 @@ def values_of(pages: ArrayLike, scale_pages: ArrayLike | None, form: KvFormat) -
 
 
 def decoded_codes(pages: NDArray[Any], form: KvFormat) -> Float64:
-    """The numbers that codes stand for, one for each column."""
+    """The decoded codes, one number for each column."""
     if form.codes == "uint4":
         return widened(np.stack([pages & 0xF, pages >> 4], axis=-1).reshape(*pages.shape[:-1], 2 * pages.shape[-1]))
     return decode_e2m1(pages) if form.packed_codes else decode(pages, form.codes)
@@ -68,8 +69,8 @@ def scales_and_zeros(scale_pages: NDArray[Any], form: KvFormat) -> tuple[Float64
 def quantized(rows: NDArray[Any], scale: Float32, form: KvFormat) -> tuple[NDArray[Any], NDArray[Any]]:
     """The codes [T, K, W] and the scales [T, K, n] that are stored for new rows [T, K, D].
 
-    `scale` [K] is the number that multiplies the values of each KV head. A NaN makes the scale of its row or block NaN,
-    and the codes 0.
+    `scale` [K] is the `k_scale` or `v_scale` of each KV head, by which attention multiplies the stored values. A NaN
+    makes the scale of its row or block NaN, and the codes 0.
     """
     with np.errstate(all="ignore"):
         if form.scales == "float8_e4m3fn":
@@ -81,7 +82,7 @@ def quantized(rows: NDArray[Any], scale: Float32, form: KvFormat) -> tuple[NDArr
 
 
 def _symmetric(rows: Float32, form: KvFormat) -> tuple[NDArray[Any], Float32]:
-    """Codes about zero, with one scale for each row."""
+    """Codes without a zero point, with one scale for each row."""
     largest = np.float32(LARGEST[form.codes])
     scales = np.maximum(np.abs(rows).max(axis=-1, keepdims=True) / largest, LEAST_SCALE)
     scaled = np.nan_to_num(rows * (np.float32(1) / scales), nan=0.0, posinf=np.inf, neginf=-np.inf)
@@ -91,12 +92,12 @@ def _symmetric(rows: Float32, form: KvFormat) -> tuple[NDArray[Any], Float32]:
 
 
 def _shifted(rows: Float32, form: KvFormat) -> tuple[Bytes, NDArray[Any]]:
-    """Codes from 0 to 15 about a zero point, with one scale for each row."""
+    """Codes from 0 to 15, with one zero point and one scale for each row."""
     least, most = rows.min(axis=-1, keepdims=True), rows.max(axis=-1, keepdims=True)
     scales = np.maximum((most - least) / np.float32(15), LEAST_SCALE)
-    if form.zero == "stored":  # so that a float16 holds the zero point
+    if form.zero == "stored":  # otherwise the zero point could exceed the range of float16
         scales = np.maximum(scales, np.maximum(most, -least) / LARGEST_ZERO)
-    # Subtracted from 0, a quotient of either zero is 0.
+    # Unlike a negation, the subtraction from 0 never gives -0.
     zeros, inverse, finite = np.float32(0) - least / scales, np.float32(1) / scales, np.isfinite(scales)
     if form.zero == "mantissa":
         zeros = np.clip(half_away(zeros), 0, 15)
@@ -126,7 +127,7 @@ def _in_blocks_of_powers(rows: Float32, form: KvFormat) -> tuple[Bytes, Bytes]:
     """e4m3 or e2m1 codes with a power of two as the scale of each block."""
     blocks = _blocks(rows, form)
     largest = np.abs(blocks).max(axis=-1, keepdims=True)
-    # The largest magnitude is m * 2 ** e. e becomes greater by one if m is at least, or greater than, 1.75.
+    # The largest magnitude is m * 2 ** e. e is raised by one if m >= 1.75 for e2m1 codes, and if m > 1.75 for e4m3.
     added, steps = (0x200000, 2) if form.packed_codes else (0x1FFFFF, 8)
     raised = (largest.view(np.int32) + added) >> 23
     exponents = np.clip(raised - 127 - steps, -127, 127)
@@ -150,7 +151,7 @@ def half_away(numbers: Float32) -> Float32:
 
 
 def _without_payload(scales: Float32) -> Float32:
-    """The scales with one pattern of bits for NaN."""
+    """The scales, with the same bits for every NaN."""
     return np.where(np.isnan(scales), np.float32(np.nan), scales)
 
 

@@ -1,4 +1,4 @@
-"""The distribution of attention over a token's keys, summed over heads, to which an indexer is trained."""
+"""The distribution of attention over a token's keys, summed over heads, which an indexer is trained to match."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ def indexer_logits_backward(
 ) -> tuple[Float64, Float64, Float64]:
     """d_q, d_keys and d_weights, shaped like q, keys and weights, in float64.
 
-    With product = q[t, h] . key[s], and d_logits[t, s] * key_scale[s] as the gradient g of the sum over heads,
+    With product = q[t, h] . key[s], and g = d_logits[t, s] * key_scale[s], the gradient of the sum over heads:
 
         d_q[t, h] = sum over s of g * weights[t, h] * (product > 0) * key[s]
         d_key[s] = sum over t and h of g * weights[t, h] * (product > 0) * q[t, h]

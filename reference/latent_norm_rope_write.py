@@ -39,8 +39,8 @@ def latent_norm_rope_write(
 ) -> tuple[Any, ...]:
     """The rotated queries and the new cache.
 
-    The first columns of a row, one for each weight, are normalised, and its last columns, as many as the table has, are
-    rotated. A row is rounded once, to `dtype`, and then written as by `write_mla_cache`.
+    The first columns of a row, one for each weight, are normalised. Its last columns, as many as q has, are rotated. A
+    row is rounded once, to `dtype`, and then written as by `write_mla_cache`.
     """
     rows = widened(kv).copy()
     if kv_weight is not None:

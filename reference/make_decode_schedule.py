@@ -58,8 +58,8 @@ def make_decode_schedule(
 def run(call: Any, tile: Any, launch: Any) -> Any:
     num_ranges = call.num_ranges
 
-    def define(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
+    def make_parts(*, num_parts: int | None, programs: int, **arguments: Any) -> tuple[Any, Any]:
         del num_parts, programs  # the call derives the number of parts, `num_ranges`, from them
         return make_decode_schedule(**arguments, num_parts=num_ranges)
 
-    return launch.on_host(define, call, call.results())
+    return launch.on_host(make_parts, call, call.results())

@@ -14,7 +14,7 @@ FEATURES = frozenset({"sinks", "out_dtype"})
 def merge_attention_states(
     outs: ArrayLike, lses: ArrayLike, *, sinks: ArrayLike | None = None, out_dtype: str | None = None
 ) -> tuple[Float64, Float64]:
-    """Out [T, H, D_v] and lse [T, H] of partial results `outs` [N, T, H, D_v] with `lses` [N, T, H].
+    """Out [T, H, D_v] and lse [T, H], merged from N partial results `outs` [N, T, H, D_v] with `lses` [N, T, H].
 
     A partial result whose lse is -inf has weight 0, whatever its out holds; if all are -inf, out is 0 and lse is -inf.
     Sinks take their share of the merged softmax. The caller casts to `out_dtype`.

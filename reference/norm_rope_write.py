@@ -40,8 +40,8 @@ def norm_rope_write(
 ) -> tuple[Any, ...]:
     """The new queries, and the new pages as one array or two.
 
-    Queries and keys are normalised if they have weights, rotated, and rounded once, to `dtype`. What is written is then
-    what `write_kv_pages` writes for the rounded keys.
+    Queries and keys are normalised if they have weights, rotated, and rounded once, to `dtype`. The pages then hold
+    what `write_kv_pages` stores for the rounded keys and for the values.
     """
     new_q, new_k = (
         rounded(rotated(normalized(x, weight, eps), positions, cos_sin, interleaved), dtype)

@@ -28,15 +28,15 @@ def prefill_attention(
 ) -> Float64:
     """Out [T, H, D] of the chunk q [T, H, D] that contains position `length - 1`; rows after it are 0.
 
-    Row r has position `(length - 1) // T * T + r`, or `length - T + r` with `align="end"`. The length is clamped to
-    what the table holds. `cache_dtype` names the format of pages that hold 8-bit floats as bits.
+    Row r has position `(length - 1) // T * T + r`, or `length - T + r` with `align="end"`. The length is clamped to the
+    number of positions in the table's pages. `cache_dtype` names the format of pages that hold 8-bit floats as bits.
     """
     q, page_indices = np.asarray(q), np.asarray(page_indices)[None]
     pages = (values_of(k_pages, cache_dtype), values_of(v_pages, cache_dtype))
-    held = int(np.clip(np.asarray(length).reshape(()), 0, page_indices.shape[1] * pages[0].shape[1]))
-    live = len(q) if align == "end" else rows_of_the_last_chunk(held, len(q))
+    kv_len = int(np.clip(np.asarray(length).reshape(()), 0, page_indices.shape[1] * pages[0].shape[1]))
+    live = len(q) if align == "end" else rows_of_the_last_chunk(kv_len, len(q))
     return ragged_paged_attention(
-        q, pages, np.array([held]), page_indices, np.array([0, live]),
+        q, pages, np.array([kv_len]), page_indices, np.array([0, live]),
         sm_scale=sm_scale, soft_cap=soft_cap, sliding_window=sliding_window,
     )  # fmt: skip
 

@@ -23,8 +23,8 @@ def quantize_kv(
     x, form = widened(x, np.float32), named_format(format, zero, scales_dtype)
     rows = x[None] if x.ndim == 1 else x
     codes, scales = quantized(rows, divisors(scale, rows.shape[-2]), form)
-    one = not form.group and scales.shape[-1] == 1
-    scales = scales.reshape(x.shape[:-1] if one else (*x.shape[:-1], scales.shape[-1]))
+    has_one_scale = not form.group and scales.shape[-1] == 1
+    scales = scales.reshape(x.shape[:-1] if has_one_scale else (*x.shape[:-1], scales.shape[-1]))
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
 
 

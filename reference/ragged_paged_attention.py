@@ -29,7 +29,8 @@ def visible(
 ) -> NDArray[np.bool_]:
     """Whether each query sees each key, bool [q_len, kv_len].
 
-    `drafted` is the queries' rows of the draft mask, and `ranges` their key ranges [q_len, R, 2]; None without these.
+    `drafted` holds the queries' rows of the draft mask, and `ranges` [q_len, R, 2] their key ranges; None if the call
+    has none.
     """
     position = (kv_len - q_len + np.arange(q_len))[:, None]
     key = np.arange(kv_len)[None, :]
@@ -51,12 +52,12 @@ def visible(
 def named(selected: NDArray[np.int32], block_size: int, kv_len: int) -> NDArray[np.bool_]:
     """Whether a query's list names the block of a key, by KV head or for all heads, bool [K or 1, q_len, kv_len].
 
-    `selected` [q_len, K or 1, N] is the queries' rows of the lists.
+    `selected` [q_len, K or 1, N] holds the lists of these queries.
     """
     blocks = -(-kv_len // block_size)
-    nothing = np.where((selected >= 0) & (selected < blocks), selected, blocks)  # block `blocks` has no key
+    entries = np.where((selected >= 0) & (selected < blocks), selected, blocks)  # block `blocks` has no keys
     listed = np.zeros((*selected.shape[:2], blocks + 1), bool)
-    np.put_along_axis(listed, nothing, True, axis=2)
+    np.put_along_axis(listed, entries, True, axis=2)
     return np.repeat(listed[..., :blocks], block_size, axis=2)[..., :kv_len].swapaxes(0, 1)
 
 
@@ -65,7 +66,8 @@ def seen_by_heads(
 ) -> NDArray[np.bool_]:
     """Whether each query sees each key, by KV head or for all heads, bool [K or 1, q_len, kv_len].
 
-    A query sees the keys that the other masks show, `seen` [q_len, kv_len], and that its list names, if it has one.
+    A query sees the keys that the other masks allow, `seen` [q_len, kv_len], and that its list names, if the call has
+    lists.
     """
     if selected is None:
         return seen[None]
@@ -187,8 +189,8 @@ def ragged_paged_attention(
 ) -> Any:
     """Out [T, H, D_v] in float64, and lse [T, H] and max_logits [H] on request; arguments are the operation's.
 
-    `new_kv` is written by `write_kv_pages` before this is called. Pages that hold codes as bits need the formats of
-    their keys and values, and scale pages are [P, G, K, n]. `q_dtype` names the dtype to which queries are rounded if
+    `new_kv` is written by `write_kv_pages` before this is called. `k_format` and `v_format` are needed if the pages
+    hold codes as bits. Scale pages are [P, G, K, n]. `q_dtype` names the dtype to which queries are rounded if
     `q_scale` is an array.
     """
     del max_q_len, out_dtype  # they do not change the result

@@ -26,7 +26,7 @@ def sparse_mla_prefill_backward(
     topk_lens: ArrayLike | None = None,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64 | None]:
-    """dq, dkv and d_sinks, shaped like q, kv and sinks, in float64; `README.md` has the formulas."""
+    """dq, dkv and d_sinks, shaped like q, kv and sinks, in float64. The formulas are in this folder's `README.md`."""
     del deterministic  # every sum here has a fixed order
     q, kv, d_out = (widened(array) for array in (q, kv, d_out))
     indices, lse = np.asarray(indices), widened(lse)

@@ -28,10 +28,10 @@ def attend_backward(
     `bias` [n, m] is added to the logits.
     """
     dq, dk, dv, d_bias = (np.zeros(shape) for shape in (q.shape, k.shape, v.shape, seen.shape))
-    rows, keys = seen.any(axis=1), seen.any(axis=0)  # all others are left out, because they may hold NaN
+    rows, keys = seen.any(axis=1), seen.any(axis=0)  # other rows and keys may hold NaN, so they are left out
     d_out, q, k, v, bias = d_out[rows], q[rows], k[keys], v[keys], np.broadcast_to(bias, seen.shape)[rows][:, keys]
     seen = seen[rows][:, keys]
-    lse, share, delta, d_lse = (each[rows, None] for each in (lse, share, delta, d_lse))
+    lse, share, delta, d_lse = (term[rows, None] for term in (lse, share, delta, d_lse))
     with np.errstate(invalid="ignore", over="ignore"):
         logits = q @ k.T * scale
         slope = scale * np.ones_like(logits)
@@ -96,7 +96,10 @@ def varlen_attention_backward(
     return_d_relative_bias: bool = False,
     deterministic: bool = False,
 ) -> tuple[Float64, Float64, Float64, Float64 | None, Float64 | None]:
-    """dq, dk, dv, d_sinks and d_relative_bias, shaped like the arguments, in float64; `README.md` has the formulas."""
+    """dq, dk, dv, d_sinks and d_relative_bias, shaped like the arguments, in float64.
+
+    The formulas are in this folder's `README.md`.
+    """
     del max_q_len, max_kv_len, deterministic  # they do not change the result
     q, k, v, d_out = (widened(array) for array in (q, k, v, d_out))
     lse = widened(lse)
@@ -122,8 +125,8 @@ def varlen_attention_backward(
             dk[keys, kv_head] += more_dk
             dv[keys, kv_head] += more_dv
             if d_relative_bias is not None:
-                of_all = d_relative_bias.ndim == 2
-                add_to_table(d_relative_bias[head] if of_all else d_relative_bias[rows, head], d_bias, at_own)
+                is_shared = d_relative_bias.ndim == 2
+                add_to_table(d_relative_bias[head] if is_shared else d_relative_bias[rows, head], d_bias, at_own)
     return dq, dk, dv, d_sinks, d_relative_bias
 
 

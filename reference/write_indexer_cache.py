@@ -23,7 +23,10 @@ def write_indexer_cache(
     cu_q_lens: Any = None,
     num_seqs: ArrayLike | None = None,
 ) -> NDArray[np.uint8]:
-    """The new cache: rows `k` [T, D] at their slots in [0, P * G); of two tokens with one slot the later one wins."""
+    """The new cache, with rows `k` [T, D] at their slots.
+
+    Tokens with a slot outside [0, P * G) are skipped. If two tokens have the same slot, the later token wins.
+    """
     cache = np.array(cache, order="C")
     if slot_mapping is None:
         sizes = len(np.asarray(k)), *cache.shape[:2]

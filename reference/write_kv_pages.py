@@ -57,11 +57,12 @@ def write_kv_pages(
     v_format: KvFormat | None = None,
     copies: bool = False,
 ) -> Any:
-    """The new pages, in the layout of `kv_pages`, with `k / k_scale`, computed in float32 and encoded as `k_format`.
+    """The new pages, in the layout of `kv_pages`.
 
-    `v` is stored likewise. If `copies`, both are stored unchanged. Without formats, the caller casts. If a side has
-    scale pages [P, G, K, n], the result is (kv_pages, k_scale_pages, v_scale_pages) with those that are given. A slot
-    outside [0, P * G) is skipped; of two tokens with one slot the later one wins.
+    They store `k / k_scale`, computed in float32 and encoded as `k_format`, and `v` likewise. If `copies`, k and v are
+    stored unchanged. Without formats, the caller casts the result. If K or V has scale pages [P, G, K, n], the result
+    is the tuple (kv_pages, k_scale_pages, v_scale_pages), with None for absent scale pages. Tokens with a slot outside
+    [0, P * G) are skipped. If two tokens have the same slot, the later token wins.
     """
     combined = not isinstance(kv_pages, tuple | list)
     arrays = [np.array(pages) for pages in ([kv_pages] if combined else kv_pages)]
@@ -110,4 +111,4 @@ def _flat(**arguments: Any) -> Any:
     if arguments["k_scale_pages"] is None and arguments["v_scale_pages"] is None:
         return written
     pages, *scale_pages = written
-    return *(pages if isinstance(pages, tuple) else (pages,)), *(each for each in scale_pages if each is not None)
+    return *(pages if isinstance(pages, tuple) else (pages,)), *(array for array in scale_pages if array is not None)

@@ -33,9 +33,9 @@ def write_mla_cache(
 ) -> NDArray[Any]:
     """The new cache, with rows `kv` [T, K, d_qk] at their slots.
 
-    A slot outside [0, P * G) is skipped; of two tokens with one slot the later one wins. A plain cache stores
-    `kv / kv_scale`, computed in float32, but `kv / rope_scale` in the columns from `d_v` on. `code_dtype` names the
-    cache's dtype if that has 8 bits.
+    Tokens with a slot outside [0, P * G) are skipped. If two tokens have the same slot, the later token wins. A plain
+    cache stores `kv / kv_scale`, computed in float32, but `kv / rope_scale` in the columns from `d_v` on. `code_dtype`
+    names the cache's dtype if that has 8 bits.
     """
     cache = np.array(cache, order="C")
     num_pages, page_size, num_kv_heads, _ = cache.shape
