@@ -24,11 +24,11 @@ from ragged_attention.portable.torch_eager._latents import Tile
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs",
 })  # fmt: skip
-FORCED = 0x7F800001  # greater than infinity, as `ordered` numbers
+FORCED = 0x7F800001  # the `ordered` number of a block that is always selected, greater than that of infinity
 
 
 def parts_of(call: Any) -> Iterator[Block]:
-    """The blocks of tokens of a call, cut so that the scores of each have at most LOGITS elements."""
+    """The blocks of tokens of a call, cut into parts: the scores of several tokens have at most LOGITS elements."""
     step = max(LOGITS // max(call.num_heads * call.num_blocks, 1), 1)
     for block in blocks_of(call):
         for first in range(block.first, block.last, step):
@@ -38,7 +38,7 @@ def parts_of(call: Any) -> Iterator[Block]:
 
 
 def scores_of(call: Any, tile: Tile, keys: Keys, block: Block) -> torch.Tensor:
-    """The scores [tokens, H, n] of a block of tokens, for the n blocks of keys up to the last that any token sees."""
+    """The scores [tokens, H, n] of a block of tokens, for the n blocks of keys up to the last that a token sees."""
     size, high, count = call.block_size, block.high, block.last - block.first
     shape = (count, call.num_kv_heads, call.group, -(-high // size))
     scores = torch.full(shape, -torch.inf, dtype=torch.float32, device=call.q.device)
@@ -65,7 +65,7 @@ def scores_of(call: Any, tile: Tile, keys: Keys, block: Block) -> torch.Tensor:
 def _block_maxima(
     call: Any, tokens: slice, keys: torch.Tensor, scales: torch.Tensor | None, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """The scores [tokens, K, group, n] of the blocks of keys [n * block_size or fewer, K, D]."""
+    """The scores [tokens, K, group, n] of n blocks of keys; `keys` are [n * block_size or fewer, K, D]."""
     q = to_float32(call.q[tokens]).unflatten(1, (call.num_kv_heads, call.group))
     rows = q.permute(1, 0, 2, 3).flatten(1, 2)  # [K, tokens * group, D]
     products = torch.bmm(rows, keys.permute(1, 2, 0)).unflatten(1, (q.shape[0], call.group))
@@ -79,12 +79,12 @@ def _block_maxima(
 
 
 def selected(scores: torch.Tensor, top_k: int, init_blocks: int, local_blocks: int) -> torch.Tensor:
-    """The blocks i32 [..., top_k] with the largest scores [..., n], and those that are always selected."""
+    """The selected blocks i32 [..., top_k]: some are always selected, the others have the largest scores [..., n]."""
     block = torch.arange(scores.shape[-1], device=scores.device)
     order = ordered(scores)
     if init_blocks or local_blocks:
         seen = scores != -torch.inf
-        own = torch.where(seen, block, -1).amax(-1, keepdim=True) if len(block) else scores.new_empty(0)
-        forced = seen & ((block < init_blocks) | (block > own - local_blocks))
+        last_seen = torch.where(seen, block, -1).amax(-1, keepdim=True) if len(block) else scores.new_empty(0)
+        forced = seen & ((block < init_blocks) | (block > last_seen - local_blocks))
         order = order.masked_fill(forced, FORCED)
     return best_of(order.flatten(0, -2), top_k).unflatten(0, scores.shape[:-1])

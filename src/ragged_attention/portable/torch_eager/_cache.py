@@ -9,7 +9,7 @@ import torch
 from ragged_attention.portable.torch_eager._host import Ints
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz)
-DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the 8 magnitudes, 4 bits each, as an int32: 0, 1, 2, 3, 4, 6, 8, 12
+DOUBLED_E2M1 = 0xC8643210 - 2**32  # twice the 8 e2m1 magnitudes, 4 bits each, as an int32: 0, 1, 2, 3, 4, 6, 8, 12
 
 
 def to_float32(stored: torch.Tensor) -> torch.Tensor:
@@ -38,7 +38,7 @@ def e4m3fnuz_to_float32(bits: torch.Tensor) -> torch.Tensor:
     The exponent bias is 8, one more than in float8_e4m3fn. The only NaN has the code of -0.
     """
     values = shifted_to_float16(bits).to(torch.float32).mul_(128.0)
-    # Search for NaN first, as for float8_e4m3fn. The least of all signed codes is NaN.
+    # Search for NaN first, as for float8_e4m3fn. NaN is the least of all signed codes.
     if bits.device.type != "cpu" or (bits.numel() and int(bits.amin()) == -0x80):
         values.masked_fill_(bits == -0x80, torch.nan)
     return values
@@ -61,7 +61,7 @@ def encode(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.to(dtype)
     largest = torch.finfo(dtype).max
     bits = values.clamp(-largest, largest).to(dtype).view(torch.uint8)
-    if dtype == torch.float8_e4m3fnuz:  # has one NaN, and torch converts -0 to 0
+    if dtype == torch.float8_e4m3fnuz:  # torch converts every NaN to its only NaN, and -0 to 0
         return bits
     nan = torch.where(torch.signbit(values), 0xFF, 0x7F).to(torch.uint8)
     return torch.where(torch.isnan(values), nan, bits)
@@ -94,7 +94,8 @@ def packed(codes: torch.Tensor) -> torch.Tensor:
 def e2m1_codes(values: torch.Tensor) -> torch.Tensor:
     """The 4-bit codes of float32 values, rounded to nearest, ties to even, saturating; 0 for NaN."""
     magnitude = values.abs()
-    # A code is the number of midpoints between values that lie below the magnitude. On a midpoint, the even code wins.
+    # Without its sign, a code is the number of midpoints of neighbouring values that are below the magnitude. On a
+    # midpoint, the even code wins.
     code = torch.zeros_like(magnitude, dtype=torch.uint8)
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
         code += magnitude >= middle if index % 2 else magnitude > middle

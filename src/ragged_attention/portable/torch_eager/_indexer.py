@@ -18,7 +18,7 @@ from ragged_attention.portable.torch_eager._host import why_not as why_not
 from ragged_attention.portable.torch_eager._latents import Tile, Windows
 
 LOGITS = 2**22  # maximum logits of a block of several tokens; top-k needs all logits of a token at once
-LEAST = 0x7F800000 ^ -1  # -inf, as `ordered` numbers
+LEAST = 0x7F800000 ^ -1  # the `ordered` number of -inf
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
 })  # fmt: skip
@@ -62,7 +62,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(call: Any) -> Iterator[Block]:
-    """The blocks of a call; a token whose key range is empty is in none of them."""
+    """The blocks of a call, which leave out tokens whose key range is empty."""
     if call.keys.shape[0] and call.columns:
         yield from _paged_blocks(call) if call.paged else _packed_blocks(call)
 
@@ -93,8 +93,8 @@ def _packed_blocks(call: Any) -> Iterator[Block]:
             start, stop = pairs[last]
             low_of_all, high_of_all = min(low, start), max(high, stop)
             width = high_of_all - low_of_all
-            alike = start == low if call.relative else 2 * width <= 3 * max(widest, stop - start)
-            if start >= stop or not alike or (last + 1 - first) * width > LOGITS:
+            similar = start == low if call.relative else 2 * width <= 3 * max(widest, stop - start)
+            if start >= stop or not similar or (last + 1 - first) * width > LOGITS:
                 break
             low, high, widest, last = low_of_all, high_of_all, max(widest, stop - start), last + 1
         if widest > 0:
@@ -104,7 +104,7 @@ def _packed_blocks(call: Any) -> Iterator[Block]:
 
 
 def planes_of(cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Views of the bytes of the values [P, G, D] and of the scales [P, G, 4] in pages of bytes [P, G, 1, D + 4]."""
+    """Byte views of the values, [P, G, D], and of the scales, [P, G, 4], of a cache of bytes, [P, G, 1, D + 4]."""
     num_pages, page_size, _, row = cache.shape
     head_dim, page_stride, start = row - SCALE_BYTES, cache.stride(0), cache.storage_offset()
     values = cache.as_strided((num_pages, page_size, head_dim), (page_stride, head_dim, 1), start)
@@ -176,7 +176,7 @@ def logits_of(call: Any, tile: Tile, keys: Keys, block: Block, columns: Ints) ->
 
 
 def rows_of(call: Any, tile: Tile, block: Block) -> Iterator[tuple[slice, slice]]:
-    """Yield (rows of the block, the same rows as tokens of the call) for the rows that are computed at a time."""
+    """Yield the rows to compute at a time: (rows of the block, the same rows as tokens of the call)."""
     step = max(max_products(call) // (call.num_heads * tile.block_kv), 1)
     for first in range(0, block.last - block.first, step):
         last = min(first + step, block.last - block.first)
@@ -222,8 +222,8 @@ def largest(logits: torch.Tensor, top_k: int) -> torch.Tensor:
 def best_of(order: torch.Tensor, top_k: int) -> torch.Tensor:
     """The columns i32 [R, top_k] of the largest `ordered` numbers [R, n], ascending and padded with -1.
 
-    Each number is packed with its column into one integer, so that no two of a row are equal: of equal numbers, the one
-    in the larger column wins.
+    Each number is packed with its column into one integer, so that no two integers of a row are equal: of equal
+    numbers, the one in the larger column wins.
     """
     count, columns = min(top_k, order.shape[1]), order.shape[1]
     selected = torch.full((order.shape[0], top_k), -1, dtype=torch.int32, device=order.device)
@@ -232,12 +232,12 @@ def best_of(order: torch.Tensor, top_k: int) -> torch.Tensor:
     keys = (order.to(torch.int64) << 32) | torch.arange(columns, device=order.device)
     best = torch.topk(keys, count, sorted=False).values
     # A number for -inf is not selected: its column is replaced by `columns`, which sorts last.
-    found = torch.where(best >> 32 > LEAST, best & 0xFFFFFFFF, columns).to(torch.int32).sort().values
-    selected[:, :count] = found.masked_fill_(found == columns, -1)
+    column = torch.where(best >> 32 > LEAST, best & 0xFFFFFFFF, columns).to(torch.int32).sort().values
+    selected[:, :count] = column.masked_fill_(column == columns, -1)
     return selected
 
 
 def ordered(values: torch.Tensor) -> torch.Tensor:
-    """Int32 numbers in the order of the float32 values, in which NaN equals -inf, for which the number is LEAST."""
+    """Int32 numbers in the order of the float32 values. NaN counts as -inf, whose number is LEAST."""
     bits = (values.masked_fill(values.isnan(), -torch.inf) + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -32,7 +32,7 @@ class Entries(NamedTuple):
 
 
 def entries_of(call: Any, tile: Tile) -> Iterator[Entries]:
-    """The entries of a call's lists, at most `block_kv` at a time unless one token's entry takes more."""
+    """The entries of a call's lists, at most `block_kv` at a time."""
     num_keys = call.keys.shape[0]
     if not num_keys or not call.columns:
         return

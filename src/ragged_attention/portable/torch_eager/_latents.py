@@ -147,8 +147,8 @@ class Windows:
         num_pages, self.page_size, *inner = array.shape
         row_stride = array.stride(1) if self.page_size > 1 else 0
         page_stride = array.stride(0) if num_pages > 1 else self.page_size * row_stride
-        # `view` has a window at every multiple of the page and row strides' common divisor, so each slot is a window.
-        # Windows may overlap, and some belong to no slot.
+        # `view` has a window at every multiple of the greatest common divisor of page stride and row stride, so every
+        # slot has a window. Windows may overlap, and some belong to no slot.
         step = math.gcd(page_stride, row_stride) or 1
         self.page_step, self.row_step = page_stride // step, row_stride // step
         count = (num_pages - 1) * self.page_step + (self.page_size - 1) * self.row_step + 1
@@ -176,7 +176,7 @@ class Rows:
         self.windows = [Windows(part) for part in ([plain] if not layout.quantized else parts_of(cache, layout))]
 
     def at(self, slots: torch.Tensor) -> torch.Tensor:
-        """The rows [n, K, d_qk] at slots i64 [n] within the cache: in float32, or float64 as stored."""
+        """The rows [n, K, d_qk] at slots i64 [n] within the cache: in float32, or in float64 if stored so."""
         parts = [windows.at(slots) for windows in self.windows]
         if not self.layout.quantized:
             (stored,) = parts

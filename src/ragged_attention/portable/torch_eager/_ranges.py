@@ -1,4 +1,4 @@
-"""The keys that a block of queries sees, if each query sees ranges of keys; computed on the host, as all bounds are."""
+"""The keys that a block of queries sees, if each query sees ranges of keys; computed on the host, like all bounds."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ def ranges_on_host(call: Any) -> Ints | None:
 
 
 def hull(ranges: Ints, kv_len: int) -> tuple[int, int]:
-    """The first key that any row sees by its ranges [rows, R, 2], and one past the last; equal if there is none."""
+    """The first key that any row sees by its ranges [rows, R, 2], and one past the last; (0, 0) if there is none."""
     begins, ends = np.moveaxis(ranges.clip(0, kv_len), 2, 0)
     any_key = begins < ends
     return (int(begins[any_key].min()), int(ends[any_key].max())) if any_key.any() else (0, 0)
@@ -33,7 +33,7 @@ class Cover(NamedTuple):
     """
 
     keys: Ints  # ascending
-    whole: tuple[int, int]  # columns that all rows see
+    whole: tuple[int, int]  # a range of columns that all rows see
     begins: Ints  # [rows, R], ranges of keys that do not overlap
     ends: Ints
     seen: NDArray[np.bool_]  # for each column; False only in gaps that were filled
@@ -67,7 +67,7 @@ def cover_of(ranges: Ints, count: int, gap: int = 0) -> Cover | None:
     begins, ends = np.moveaxis(ranges.clip(0, count), 2, 0)
     order = begins.argsort(1)
     begins, ends = (np.take_along_axis(edges, order, 1) for edges in (begins, ends))
-    # A range begins where those before it end, so that no key counts twice.
+    # Let each range begin where the earlier ranges end, so that no key counts twice.
     begins[:, 1:] = np.maximum(begins[:, 1:], np.maximum.accumulate(ends, 1)[:, :-1])
     ends = np.maximum(begins, ends)
     starts, stops = (np.bincount(edges.ravel(), minlength=count + 1) for edges in (begins, ends))

@@ -17,7 +17,7 @@ def prepared(
 ) -> torch.Tensor:
     """Rows [T, heads, D], normalised if they have weights, rotated from column `start` on, and rounded once.
 
-    `tables` are the `angles` of the call. There is a weight for each normalised column, from the first one on.
+    `tables` are the `angles` of the call. The first len(`weight`) columns are normalised.
     """
     values = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     if weight is not None:

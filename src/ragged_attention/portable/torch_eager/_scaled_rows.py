@@ -1,4 +1,4 @@
-"""Rows of K and V whose scales are stored beside their codes: their values, and how a write quantises new rows.
+"""Rows of K and V that are stored as codes with scales: their values, and the quantisation of new rows.
 
 `write_kv_pages` documents the rules. The arithmetic is in float32, with the steps of `reference/_scaled_rows.py`.
 Divisors are tensors, because some devices would replace a Python number by its reciprocal, and so round differently.
@@ -18,7 +18,7 @@ from ragged_attention.portable.torch_eager._cache import (
     to_float32,
 )
 
-# The divisor of a row's largest magnitude, by the dtype of its codes. 224 is less than the largest e4m3fnuz, 240.
+# The divisor of a row's largest magnitude, by the dtype of its codes. For e4m3fnuz it is not the largest number, 240.
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 LEAST_SCALE = 1e-6
 LARGEST_ZERO = 32768.0
@@ -31,7 +31,8 @@ ZERO_BITS = 15  # the bits of a float32 scale that hold a zero point
 def values_of(stored: torch.Tensor, scales: torch.Tensor | None, form: KvFormat) -> torch.Tensor:
     """The float32 values [..., D] of stored rows [..., W]; the rows themselves if they are float32.
 
-    `scales` are the rows' scales [..., n], perhaps as bits if they have 8; None if the format has no scales.
+    `scales` are the rows' scales [..., n], in which 8-bit scales may be given as bits; None if the
+    format has no scales.
     """
     values = decoded_codes(stored, form)
     if scales is None:
@@ -85,7 +86,7 @@ def quantized(rows: torch.Tensor, scale: torch.Tensor | None, form: KvFormat) ->
 
 
 def _symmetric(rows: torch.Tensor, form: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes about zero, with one scale for each row."""
+    """Codes without a zero point, with one scale for each row."""
     largest = LARGEST[form.codes]
     scales = _at_least(LEAST_SCALE, _divided(rows.abs().amax(-1, keepdim=True), largest))
     scaled = rows * _inverse(scales)
@@ -96,12 +97,12 @@ def _symmetric(rows: torch.Tensor, form: KvFormat) -> tuple[torch.Tensor, torch.
 
 
 def _shifted(rows: torch.Tensor, form: KvFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes from 0 to 15 about a zero point, with one scale for each row."""
+    """Codes from 0 to 15, with one scale and one zero point for each row."""
     least, most = rows.amin(-1, keepdim=True), rows.amax(-1, keepdim=True)
     scales = _at_least(LEAST_SCALE, _divided(most - least, 15.0))
     if form.zero == "stored":  # so that a float16 holds the zero point
         scales = torch.maximum(scales, _divided(torch.maximum(most, -least), LARGEST_ZERO))
-    zeros, finite = 0 - least / scales, scales.isfinite()  # 0 also for -0
+    zeros, finite = 0 - least / scales, scales.isfinite()  # never -0
     if form.zero == "mantissa":
         zeros = half_away(zeros).clamp_(0, 15)
         codes = half_away(rows * _inverse(scales) + zeros)
@@ -134,7 +135,7 @@ def _in_blocks_of_powers(rows: torch.Tensor, form: KvFormat) -> tuple[torch.Tens
     """e4m3 or e2m1 codes with a power of two as the scale of each block."""
     blocks = _blocks(rows, form)
     largest = blocks.abs().amax(-1)
-    # The largest magnitude is m * 2 ** e. e becomes greater by one if m is at least, or greater than, 1.75.
+    # The largest magnitude is m * 2 ** e. The exponent e is incremented if m >= 1.75 (e2m1) or m > 1.75 (e4m3).
     added, steps = (0x200000, 2) if form.packed_codes else (0x1FFFFF, 8)
     raised = (largest.view(torch.int32) + added) >> 23
     beyond = raised == 255 if form.packed_codes else largest.isinf()
@@ -179,5 +180,5 @@ def _power(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _without_payload(scales: torch.Tensor) -> torch.Tensor:
-    """The scales with one pattern of bits for NaN."""
+    """The scales, with the same bits for every NaN."""
     return scales.masked_fill(scales.isnan(), torch.nan)

@@ -10,7 +10,7 @@ from ragged_attention.portable.torch_eager._host import Ints, on_host
 
 
 class Selected(NamedTuple):
-    """The lists of a call."""
+    """The lists of blocks of a call."""
 
     entries: Ints  # [T, K or 1, N]
     size: int  # keys in a block
@@ -56,7 +56,7 @@ class VisibleKeys(NamedTuple):
 
 
 def visible_keys(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) -> VisibleKeys | None:
-    """The keys of rows that see the keys marked in `seen`, [K or 1, rows, keys]; None if no row sees a key.
+    """The `VisibleKeys` of rows, or None if no row sees a key; `seen` [K or 1, rows, keys] marks visible keys.
 
     Gaps of up to `gap` keys between visible keys are filled.
     """
@@ -75,5 +75,5 @@ def visible_keys(seen: NDArray[np.bool_], device: torch.device, gap: int = 0) ->
 
 
 def of_heads(mask: torch.Tensor, heads: slice) -> torch.Tensor:
-    """The part of a mask, of each KV head or of all, for some KV heads."""
+    """The part of a mask [K or 1, ...] that applies to the KV heads `heads`."""
     return mask if len(mask) == 1 else mask[heads]

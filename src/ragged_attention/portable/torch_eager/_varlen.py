@@ -1,8 +1,8 @@
 """Cuts packed sequences into blocks; a block is some queries and the keys that any of them sees.
 
-A block leaves out the keys that none of its queries sees, and queries that see no key. Only columns beside those that
-all queries see need a mask, such as the edges of the causal range and of the window. The query heads of a KV head are
-rows of one matrix, so keys and values are never repeated.
+A block leaves out the keys that none of its queries sees, and queries that see no key. Only keys that some but not all
+of its queries see need a mask, such as those at the edges of the causal range and of the window. The query heads of a
+KV head are rows of one matrix, so keys and values are never repeated.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from ragged_attention.portable.torch_eager._selected import (
     visible_keys,
 )
 
-MIN_GAP = 64  # the fewest keys between listed keys that are left out; that costs a copy, so fewer are computed too
+MIN_GAP = 64  # smaller gaps between listed keys are computed too, because leaving keys out costs a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Block(NamedTuple):
     keys: slice | torch.Tensor  # the keys, as ascending indices within the sequence; a tensor if some are left out
     right: torch.Tensor | None  # bool mask [rows, n] over the block's last n keys: True if the row does not see the key
     left: torch.Tensor | None  # such a mask over the first n keys
-    # bool [K or 1, rows]: whether a row sees no key, for a KV head or for all; then the masks hide nothing from it
+    # bool [K or 1, rows]: whether a row sees no key, for a KV head or for all; the other masks hide nothing from it
     blind: torch.Tensor | None
-    distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; if biases depend on it
-    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: whether a row does not see a key; then the one mask
+    distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; None if no bias needs it
+    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: whether a row does not see a key
     unseen: torch.Tensor | None = None  # bool [K or 1, keys]: whether no row sees a key, for a KV head or for all
 
     @property
@@ -60,7 +60,7 @@ class Block(NamedTuple):
         return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else len(self.keys)
 
     def read(self, array: torch.Tensor, heads: slice) -> torch.Tensor:
-        """The block's keys of an array [heads, keys, ...]; 0 if no row sees the key, which may hold NaN."""
+        """The block's keys of an array [heads, keys, ...]; a key that no row sees may hold NaN, and is 0."""
         some = array[:, self.keys]
         return some if self.unseen is None else some.masked_fill(of_heads(self.unseen, heads)[..., None], 0.0)
 
@@ -80,10 +80,10 @@ class Heads(NamedTuple):
 
 
 def heads_of(call: Any, tile: Tile) -> Iterator[Heads]:
-    """The KV heads, some at a time, of every sequence in which any query sees a key."""
+    """Yield the KV heads, some at a time, of every sequence in which any query sees a key."""
     queries, keys = bounds_of(call.cu_q_lens, call.num_q_tokens), bounds_of(call.cu_kv_lens, call.num_kv_tokens)
-    # Logits to compute at a time, for one query head of each group. On a CPU, the cache must hold those of all heads;
-    # other devices need more of them to be busy.
+    # How many logits to compute at a time, counted for one query head of each group. On a CPU, the cache must hold the
+    # logits of all query heads of the groups. Other devices need more logits to be busy.
     budget = (2**19 if call.device.platform == "cpu" else 2**24) // call.group
     ranges, lists = ranges_on_host(call), lists_on_host(call)
     for (start, stop), (kv_start, kv_stop) in zip(queries, keys, strict=True):
@@ -138,26 +138,26 @@ def _blocks(
 
 
 def _listed(call: Any, rows: slice, listed: VisibleKeys, position: Ints) -> Block:
-    """The block of rows whose lists name blocks of keys, and whose positions are `position`."""
+    """The `Block` of rows at positions `position`, whose lists name blocks of keys."""
     hidden = listed.hidden
-    if hidden is not None and listed.blind is not None:  # the softmax over no key would be NaN
+    if hidden is not None and listed.blind is not None:  # hide nothing from blind rows: a softmax over no key is NaN
         hidden = hidden & ~listed.blind[..., None]
     distance = distance_of(listed.keys, position, call)
     return Block(rows, _compact(listed.keys, call), None, None, listed.blind, distance, hidden, listed.unseen)
 
 
 def _compact(keys: Ints, call: Any) -> slice | torch.Tensor:
-    """Ascending keys, as a slice if they are neighbours."""
+    """Ascending keys, as a slice if they are consecutive."""
     first, stop = int(keys[0]), int(keys[-1]) + 1
     return slice(first, stop) if stop - first == len(keys) else torch.from_numpy(keys).to(call.q.device)
 
 
 def _covered(call: Any, rows: slice, cover: Cover, position: Ints) -> Block:
-    """The block of rows that see ranges of keys, whose positions are `position`."""
+    """The `Block` of rows at positions `position`, which see ranges of keys."""
     keys = _compact(cover.keys, call)
     left, right = cover.hidden(0, cover.whole[0]), cover.hidden(cover.whole[1], len(cover.keys))
     blind = None
-    if cover.blind.any():  # the softmax over no key would be NaN
+    if cover.blind.any():  # hide nothing from blind rows: a softmax over no key is NaN
         right[cover.blind] = False
         blind = torch.from_numpy(cover.blind[None]).to(call.q.device)
     return Block(rows, keys, mask_of(right, call), mask_of(left, call), blind, distance_of(cover.keys, position, call))
@@ -169,7 +169,7 @@ def mask_of(hidden: np.ndarray, call: Any) -> torch.Tensor | None:
 
 
 def distance_of(keys: np.ndarray, queries: np.ndarray, call: Any) -> torch.Tensor | None:
-    """The position of each key minus that of each query, i64 [queries, keys], if biases depend on it."""
+    """The position of each key minus that of each query, i64 [queries, keys]; None if no bias needs it."""
     if call.alibi_slopes is None and call.relative_bias is None:
         return None
     return torch.from_numpy(keys[None] - queries[:, None]).to(call.q.device, torch.int64)
@@ -208,15 +208,15 @@ def biased(
 def add_to_tables(d_bias: torch.Tensor, d_scores: torch.Tensor, call: Any, block: Block, heads: slice) -> None:
     """Add the gradients of a block's logits [heads, rows * group, keys] to those of `relative_bias`, `d_bias`.
 
-    Between the first and the last column, a row has at most one key in each column, so that nothing is scattered, and
-    the order of sums is fixed. The first and the last column have any number of keys.
+    Between the first and the last column, a row has at most one key in each column, so its gradient is gathered, not
+    scattered, and the order of sums is fixed. The first and the last column have any number of keys.
     """
     assert block.distance is not None
     by_row, last = d_scores.unflatten(1, (-1, call.group)), d_bias.shape[-1] - 1
     columns = (call.bias_at_own - block.distance).clamp_(0, last)  # [rows, keys]; they ascend by rows, descend by keys
     low, high = int(columns[0, -1]), int(columns[-1, 0])
     num_keys, some = columns.shape[1], torch.arange(low, high + 1, device=columns.device)
-    keys = call.bias_at_own - block.distance[:, :1] - some  # [rows, columns], the key with a column, in the block
+    keys = call.bias_at_own - block.distance[:, :1] - some  # [rows, columns], the index of the key with that column
     if not isinstance(block.keys, slice):  # keys that are left out have no column
         places = keys.new_full((int(block.keys[-1] - block.keys[0]) + 1,), -1)
         places[block.keys - block.keys[0]] = torch.arange(num_keys, device=keys.device)
@@ -250,7 +250,7 @@ def largest_logits(
 ) -> torch.Tensor:  # fmt: skip
     """The largest logit that is visible to each query head, [heads * group], of logits [heads, rows * group, keys].
 
-    `blind` is a mask [K or 1, rows] of rows that see no key, from which the block's other masks may hide nothing.
+    `blind` is a mask [K or 1, rows] of rows that see no key. The block's other masks may hide nothing from such rows.
     """
     by_row = hide(logits.detach().clone(), block, heads, group).unflatten(1, (-1, group))
     if blind is not None:

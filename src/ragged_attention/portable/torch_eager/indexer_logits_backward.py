@@ -1,7 +1,7 @@
 """The gradient of the lightning indexer's logits in plain torch operations.
 
-Products are recomputed: for blocks of tokens with similar ranges and tiles of keys, or for a few entries of lists at a
-time. Sums are in float32, and their order depends on the ranges or lists alone.
+Products are recomputed, either for a block of tokens with similar ranges and a tile of keys at a time, or for a few
+list entries at a time. Sums are in float32, and their order depends on the ranges or lists alone.
 """
 
 from typing import Any
@@ -45,7 +45,7 @@ def _d_products(products: torch.Tensor, weights: torch.Tensor, d_sums: torch.Ten
 
 
 def _add_lists(call: Any, tile: Tile, d_q: torch.Tensor, d_keys: torch.Tensor, d_weights: torch.Tensor) -> None:
-    """Write the gradients of queries and weights that list keys, and add those of the keys."""
+    """Write the gradients of all queries and weights, if tokens have lists, and add those of the keys to `d_keys`."""
     sums = None
     for entries in entries_of(call, tile):
         tokens = entries.tokens
@@ -67,7 +67,7 @@ def _add_lists(call: Any, tile: Tile, d_q: torch.Tensor, d_keys: torch.Tensor, d
 def _add_block(
     call: Any, tile: Tile, keys: Keys, block: Block, d_q: torch.Tensor, d_keys: torch.Tensor, d_weights: torch.Tensor
 ) -> None:
-    """Write the gradients of a block's queries and weights, and add those of the keys."""
+    """Write the gradients of a block's queries and weights, and add those of the keys to `d_keys`."""
     for rows, tokens in rows_of(call, tile, block):
         q, weights = to_float32(call.q[tokens]), call.weights[tokens]
         sums = q.new_zeros(q.shape)

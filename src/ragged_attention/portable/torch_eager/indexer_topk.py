@@ -51,7 +51,7 @@ class Candidates:
         return columns[np.isin(columns // self.size, self.on_host[block.tokens])]
 
     def listed(self, block: Block, columns: Ints) -> torch.Tensor:
-        """Bool [tokens, n]: True if the column of `columns` [n] is a candidate of the token of `block`."""
+        """Bool [tokens, n]: whether each of the `columns` [n] is a candidate of each token of `block`."""
         lists = self.lists[block.tokens].to(torch.int64)
         count = int(columns[-1]) // self.size + 1
         table = torch.zeros((len(lists), count + 1), dtype=torch.bool, device=lists.device)

@@ -14,7 +14,10 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 
 
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> list[torch.Tensor]:
-    """Each program has a budget of `payload` blocks. Each sequence that it works on costs `overhead` more blocks."""
+    """The parts of all programs, and the cumulative number of splits.
+
+    Each program has a budget of `payload` blocks. Each sequence that it works on costs `overhead` blocks more.
+    """
     ends = _blocks(call)
     blocks = [max(end, 1) for end in ends]  # even a sequence without keys has a result to write
     payload = -(-(sum(blocks) + len(blocks) * call.overhead) // call.num_ranges) + call.overhead

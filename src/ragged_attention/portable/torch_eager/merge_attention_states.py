@@ -10,7 +10,7 @@ FEATURES = frozenset({"sinks", "out_dtype"})
 
 
 def run(call: MergeAttentionStates, tile: Any, launch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Loops over the partial results, so that only one of them at a time is converted to float32."""
+    """The merged out and lse. The loop converts only one partial result at a time to float32."""
     m_i = call.lses.amax(dim=0)
     has_keys = m_i != -torch.inf
     base = torch.where(has_keys, m_i, 0.0)

@@ -103,7 +103,7 @@ class Attention:
                 self._queries(rows, first, slots[lows[0] : highs[-1]], cover_between(lows, highs))
 
     def _queries(self, rows: Rows, first: int, slots: torch.Tensor, cover: Cover) -> None:
-        """Compute the rows from `first` on, which see the keys in `slots` by their cover."""
+        """Compute the rows from `first` on; `cover` says which of the keys in `slots` each row sees."""
         call, count, heads = self.call, len(cover.blind), (self.num_kv_heads, self.group)
         queries = slice(first, first + count)
         q = self.q[queries].unflatten(1, heads).transpose(0, 1)

@@ -26,7 +26,7 @@ from ragged_attention.portable.torch_eager._varlen import biased, distance_of, h
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
-MIN_GAP = 64  # the fewest neighbouring unseen keys that a block leaves out; for fewer, another product costs more
+MIN_GAP = 64  # smaller gaps between visible keys are computed too: this costs less than another product
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
     "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
@@ -47,14 +47,14 @@ class Tile:
 
 
 def heuristic(call: RaggedPagedAttention) -> Tile:
-    """Blocks of about 256 query rows per KV head; chunks of 2 MiB of float32 K or V, or of 1 MiB if converted to it."""
+    """Blocks of about 256 query rows per KV head; chunks of K or V of 2 MiB as float32, or of 1 MiB if converted."""
     width = call.num_kv_heads * max(call.head_dim, call.v_head_dim)
     floats = MIN_BUDGET // 4 if call.cache_dtype == "float32" else MIN_BUDGET // 8
     return Tile(block_q=min(max(256 // call.group, 16), 128), block_kv=max(floats // width, 16))
 
 
 class Block(NamedTuple):
-    """Consecutive queries of a sequence, ranges of keys that have all keys they see, and masks of both."""
+    """Consecutive queries of a sequence, ranges that include all keys that these queries see, and masks."""
 
     first: int  # rows [first, last) of q
     last: int
@@ -64,14 +64,14 @@ class Block(NamedTuple):
     fully_masked: torch.Tensor | None  # bool [K or 1, rows]: True if the row sees no key, for a KV head or for all
     unseen: torch.Tensor | None  # bool [K or 1, keys]: True if no row sees the key
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; see `distance_of`
-    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: True if the row does not see the key; no other mask
+    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: True if the row does not see the key
 
     @property
     def num_keys(self) -> int:
         return sum(high - low for low, high in self.runs)
 
     def chunks(self, reader: Reader) -> Iterator[tuple[int, int, int]]:
-        """Yield (keys before the part, start, stop) for each part [start, stop) of the keys that is one `read`."""
+        """Yield (the number of keys in earlier parts, start, stop) for each part [start, stop) of keys to `read`."""
         before = 0
         for run in self.runs:
             for start, stop in reader.chunks(*run):
@@ -213,7 +213,7 @@ class Attention:
         return torch.from_numpy(seen <= 0).to(call.q.device)[None]
 
     def _not_drafted(self, mask: torch.Tensor, new: Ints) -> torch.Tensor:
-        """Bool [rows, n]: True if a draft mask [rows, W] hides the key whose index is `new` [n] among new tokens."""
+        """Bool [rows, n]: True if a draft mask [rows, W] hides the new token whose index is `new` [n]."""
         columns = torch.from_numpy(new).to(mask.device).clamp(max=mask.shape[1])
         return ~torch.nn.functional.pad(mask, (0, 1))[:, columns]  # tokens beyond the mask are hidden
 

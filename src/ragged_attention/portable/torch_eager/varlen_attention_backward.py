@@ -48,14 +48,14 @@ def _block(
     call: Any, block: Block, heads: slice, k: torch.Tensor, v: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor,
     d_sinks: torch.Tensor | None, d_bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """dq [heads, rows * group, D] of a block; adds its other gradients to the other arrays."""
+    """dq [heads, rows * group, D] of a block; adds the block's other gradients to `dk`, `dv` and so on."""
     group = call.group
 
     def of_rows(array: torch.Tensor) -> torch.Tensor:
         return by_kv_head(array, heads, group).to(k.dtype)
 
     q, d_out, out, lse = (of_rows(array[block.rows]) for array in (call.q, call.d_out, call.out, call.lse))
-    if block.blind is not None:  # such rows may hold NaN
+    if block.blind is not None:  # rows that see no key may hold NaN
         blind = block.blind_rows(heads, group)
         q, d_out = q.masked_fill(blind, 0.0), d_out.masked_fill(blind, 0.0)
     d_lse = None if call.d_lse is None else of_rows(call.d_lse[block.rows])

@@ -22,7 +22,7 @@ FEATURES = frozenset({
 
 
 def slots_of(call: Any) -> torch.Tensor:
-    """The slot of each token, by `slot_mapping` if given, else by the tables; -1 if the tables have none."""
+    """The slot of each token, from `slot_mapping` if given, else from the tables; -1 if the tables have none."""
     if call.slot_mapping is not None:
         return call.slot_mapping.to(torch.int64)
     page_size, bounds = call.page_size, sequence_bounds(call)
@@ -39,7 +39,7 @@ def slots_of(call: Any) -> torch.Tensor:
 
 
 def last_writers(slots: torch.Tensor, num_slots: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The valid slots, each once, and the last token that is written to each."""
+    """The distinct valid slots, and the last token that is written to each slot."""
     ordered, tokens = torch.sort(slots, stable=True)
     keep = (ordered >= 0) & (ordered < num_slots)
     keep[:-1] &= ordered[1:] != ordered[:-1]
@@ -66,7 +66,7 @@ def divisors(scale: Any, device: torch.device) -> torch.Tensor:
 
 
 def write(call: Any, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    """Write K and V to the pages of a call, at its slots; returns the written arrays."""
+    """Write K and V to the pages of a call, at the tokens' slots; returns the written arrays."""
     arrays = [call.kv_pages] if call.combined else list(call.kv_pages)
     slots, tokens = last_writers(slots_of(call), call.num_pages * call.page_size)
     if not len(slots):

@@ -24,7 +24,7 @@ def stored_rows(rows: torch.Tensor, call: Any) -> torch.Tensor:
 
 
 def write(call: Any, kv: torch.Tensor) -> torch.Tensor:
-    """Write rows to the cache of a call, at its slots; returns the cache."""
+    """Write rows to the cache of a call, at the tokens' slots; returns the cache."""
     cache, layout = call.cache, call.kv_format
     if not layout.quantized:
         fields = (cache.view(torch.uint8) if cache.itemsize == 1 else cache,)

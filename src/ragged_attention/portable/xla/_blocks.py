@@ -10,7 +10,7 @@ from jax import lax
 from ragged_attention.portable.xla._indexer import MAX_LOGITS, MAX_PRODUCTS, Seen, from_own_start
 from ragged_attention.portable.xla._tile import Tile
 
-LEAST, INFINITY = -0x7F800000, 0x7F800000  # as `_ordered` numbers
+LEAST, INFINITY = -0x7F800000, 0x7F800000  # the `_ordered` numbers of -inf and inf
 FORCED = INFINITY + 1
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs",
@@ -18,7 +18,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of at most 1024 (token, head) rows, 64 tokens, the mean query length and MAX_LOGITS products."""
+    """Tiles limited to 1024 (token, head) rows, 64 tokens, the mean query length and MAX_LOGITS products."""
     mean = -(-call.num_tokens // max(call.kv_lens.shape[0], 1)) if call.paged else call.num_tokens
     few = MAX_LOGITS // max(call.num_heads * max(call.columns, 1 if call.paged else call.keys.shape[0]), 1)
     block_q = max(min(1024 // call.num_heads, few, mean, 64), 1)
@@ -43,15 +43,15 @@ def _ordered(values: jax.Array) -> jax.Array:
 
 
 def selected(scores: jax.Array, top_k: int, init_blocks: int, local_blocks: int) -> jax.Array:
-    """The blocks i32 [..., top_k] with the largest scores [..., n], and those that are always selected."""
+    """The selected blocks i32 [..., top_k]: some are always selected, the others have the largest scores [..., n]."""
     columns, count = scores.shape[-1], min(top_k, scores.shape[-1])
     order, block = _ordered(scores), jnp.arange(columns, dtype=jnp.int32)
     if init_blocks or local_blocks:
         seen = scores != -jnp.inf
-        own = jnp.where(seen, block, -1).max(axis=-1, keepdims=True, initial=-1)
-        forced = (block < init_blocks) | (block > own - local_blocks)
+        last_seen = jnp.where(seen, block, -1).max(axis=-1, keepdims=True, initial=-1)
+        forced = (block < init_blocks) | (block > last_seen - local_blocks)
         order = jnp.where(seen & forced, FORCED, order)
-    best, index = lax.top_k(order[..., ::-1], count)  # prefers the first of equal numbers, so they are reversed
+    best, index = lax.top_k(order[..., ::-1], count)  # reversed, as it prefers the first of equal numbers
     blocks = lax.sort(jnp.where(best > LEAST, columns - 1 - index, columns))
     padding = [(0, 0)] * (scores.ndim - 1) + [(0, top_k - count)]
     blocks = jnp.pad(blocks, padding, constant_values=columns)

@@ -17,7 +17,7 @@ def why_not(call: Call) -> str | None:
 
 
 def _explicit_axes(array: jax.Array) -> tuple[str, ...]:
-    """The Explicit mesh axes of an array; with any, these modules would have to name the sharding of all intermediates.
+    """The Explicit mesh axes of an array. They would force this backend to name the sharding of all intermediates.
 
     A replicated array on the current mesh counts as having none, because intermediate arrays are replicated by default.
     """

@@ -30,7 +30,7 @@ FEATURES = frozenset({
 
 
 def heuristic(call: Any) -> Tile:
-    """Tiles of at most 1024 (token, head) rows, 64 tokens, the mean query length and MAX_LOGITS logits."""
+    """Tiles limited to 1024 (token, head) rows, 64 tokens, the mean query length and MAX_LOGITS logits."""
     mean = -(-call.num_tokens // max(call.kv_lens.shape[0], 1)) if call.paged else call.num_tokens
     few = max(MAX_LOGITS // max(call.columns, call.keys.shape[0] if call.relative else 1, 1), 1)
     block_q = max(min(1024 // call.num_heads, few, mean, 64), 1)
@@ -106,12 +106,12 @@ def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Row
 class Scorer(NamedTuple):
     """Computes the logits of a tile's tokens, of all heads together or of each head."""
 
-    heads: tuple[int, ...]  # the axis of heads in the logits, if they have one
-    score: Callable[[jax.Array, jax.Array | None], jax.Array]  # from keys [n, ..., D] and their scales [n, ...]
+    heads: tuple[int, ...]  # (num_heads,) if the logits have an axis of heads, else ()
+    score: Callable[[jax.Array, jax.Array | None], jax.Array]  # takes keys [n, ..., D], scales [n, ...]
 
 
 def _logits(call: Any, seen: Seen, width: int, block_kv: int) -> jax.Array:
-    """The logits [size, ..., width] of a tile, -inf where a token does not see the key or it is not a candidate."""
+    """The logits [size, ..., width] of a tile, -inf if a key is unseen by the token or not its candidate."""
     size, block_kv = len(seen.row), min(block_kv, width)
     sees_keys = seen.stops > seen.starts
     low, high = jnp.where(sees_keys, seen.starts, width).min(), jnp.where(sees_keys, seen.stops, 0).max()
@@ -148,7 +148,7 @@ def _queries(call: Any, row: jax.Array) -> jax.Array:
 
 
 def _heads_together(call: Any, row: jax.Array) -> Scorer:
-    """The weighted sum of the heads' products, of which negative ones count as 0."""
+    """A `Scorer` of the weighted sum of all heads' products; negative products count as 0."""
     q, weights = _queries(call, row), at(call.weights, row)
 
     def score(keys: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -160,7 +160,7 @@ def _heads_together(call: Any, row: jax.Array) -> Scorer:
 
 
 def _each_head(call: Any, row: jax.Array) -> Scorer:
-    """The products of each head [size, H, n]; heads may share keys."""
+    """A `Scorer` of the products of each head, [size, H, n]; heads may share keys."""
     q = _queries(call, row).reshape(len(row), call.num_kv_heads, call.group, call.head_dim)
 
     def score(keys: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -204,7 +204,7 @@ class _Candidates:
         self.table = jnp.zeros((len(lists), self.count + 1), bool).at[self.rows, lists].set(True)
 
     def listed(self, column: jax.Array) -> jax.Array:
-        """Bool [tokens, n]: True if `column` [n] is a candidate of the token; arbitrary if the token cannot see it."""
+        """Bool [tokens, n]: whether `column` [n] is a candidate of the token; arbitrary for keys that are unseen."""
         block = (column - self.first[:, None]) // self.size
         return at(self.table, self.rows, jnp.clip(block, 0, self.count - 1))
 

@@ -43,8 +43,8 @@ def listed_logits(call: Any, tile: Tile) -> jax.Array:
 
     def on_tile(index: jax.Array, logits: jax.Array) -> jax.Array:
         row = jnp.minimum(index * size, call.num_tokens - size) + jnp.arange(size, dtype=jnp.int32)
-        given, row = lax.optimization_barrier((call.q, row))
-        q, weights = stored_at(given, row).astype(jnp.float32), at(call.weights, row)
+        all_q, row = lax.optimization_barrier((call.q, row))
+        q, weights = stored_at(all_q, row).astype(jnp.float32), at(call.weights, row)
 
         def step(block: jax.Array, rows: jax.Array) -> jax.Array:
             first = jnp.minimum(block * block_kv, call.columns - block_kv)

@@ -86,7 +86,7 @@ class Latents:
         page, offset, head, seen = jnp.broadcast_arrays(jnp.where(seen, page, 0), offset, head, seen)
         # Without the barrier, XLA would convert the whole cache before the caller's loop.
         cache, page, offset, head = lax.optimization_barrier((self.cache, page, offset, head))
-        cache = cache if cache.ndim == 4 else cache[:, None]  # before the barrier, this would copy it
+        cache = cache if cache.ndim == 4 else cache[:, None]  # before the barrier, this would copy the cache
         bits = lax.bitcast_convert_type(cache, BITS[cache.dtype.itemsize])
         if not self.layout.quantized:
             rows = lax.bitcast_convert_type(at(bits, page, offset, head), cache.dtype)
@@ -117,5 +117,5 @@ def spans(units: jax.Array, page: jax.Array, first: jax.Array, count: int) -> ja
     )
     mode = lax.GatherScatterMode.PROMISE_IN_BOUNDS
     size = (1, count, units.shape[2])
-    found = lax.gather(units, jnp.stack([page, first], axis=-1), numbers, size, mode=mode)
-    return found.reshape(*page.shape, -1)
+    gathered = lax.gather(units, jnp.stack([page, first], axis=-1), numbers, size, mode=mode)
+    return gathered.reshape(*page.shape, -1)

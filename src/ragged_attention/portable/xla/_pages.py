@@ -14,7 +14,10 @@ from ragged_attention.portable.xla._ragged import at
 def addresses_of(
     page_indices: jax.Array, seq: jax.Array, key: jax.Array, wanted: jax.Array, num_pages: int, page_size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The page and offset of positions `key` [N], and a mask of those `wanted` on valid pages; others get page 0."""
+    """The page and offset of positions `key` [N], and a mask of `wanted` positions on valid pages.
+
+    Other positions get page 0.
+    """
     column = jnp.minimum(key // page_size, page_indices.shape[1] - 1)
     page = at(page_indices, seq, column)
     valid = wanted & (page >= 0) & (page < num_pages)
@@ -31,7 +34,7 @@ class Blocks(Protocol):
     """Gathers K and V at some positions of a sequence, heads first."""
 
     def read(self, seq: jax.Array, key: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and a mask of those `wanted` and on a valid page.
+        """K [K, N, D] and V [K, N, D_v] at positions `key` [N], and a mask of `wanted` positions on valid pages.
 
         V is float32. It is 0 where the mask is False, because a weight of 0 does not remove a NaN.
         """
@@ -41,7 +44,7 @@ class Blocks(Protocol):
 class KeyValueBlocks:
     """`Blocks` that gathers K and V from pages [P, G, ...] and scale pages.
 
-    K without scales has the dtype of the call's queries, and is float32 otherwise.
+    K has the dtype of the call's queries if it has no scales, and is float32 otherwise.
     """
 
     def __init__(self, call: Any) -> None:
@@ -63,7 +66,7 @@ class KeyValueBlocks:
             lax.bitcast_convert_type(bits.swapaxes(0, 1), array.dtype) for bits, array in zip(rows, caches, strict=True)
         )
         k, v = next(by_head), next(by_head)
-        k_scales, v_scales = (None if given is None else next(by_head) for given in call.scale_pages)
+        k_scales, v_scales = (None if array is None else next(by_head) for array in call.scale_pages)
         k = k.astype(call.q.dtype) if k_scales is None else values_of(k, k_scales, call.k_format)
         v = values_of(v, v_scales, call.v_format)
         return k, jnp.where(valid[:, None], v, 0.0), valid

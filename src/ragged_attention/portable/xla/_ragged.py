@@ -1,4 +1,4 @@
-"""Walks the sequences of a batch in tiles; index values are clamped to what the other arrays can hold."""
+"""Loops over the sequences of a batch in tiles; index values are clamped to what the other arrays can hold."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -58,5 +58,5 @@ def put(whole: jax.Array, part: jax.Array, row: jax.Array, own: jax.Array, axis:
 
 
 def at(array: jax.Array, *index: Any) -> jax.Array:
-    """`array[index]` for indices known to be in bounds."""
+    """`array[index]` for indices that must be in bounds."""
     return array.at[index].get(mode="promise_in_bounds")

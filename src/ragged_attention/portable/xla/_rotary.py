@@ -20,7 +20,7 @@ def prepared(
 ) -> jax.Array:
     """Rows [T, heads, D], normalised if they have weights, rotated from column `start` on, and rounded once.
 
-    `tables` are the `angles` of the call. There is a weight for each normalised column, from the first one on.
+    `tables` are the `angles` of the call. The first len(`weight`) columns are normalised.
     """
     values = x.astype(jnp.float32)
     if weight is not None:
@@ -35,7 +35,7 @@ def prepared(
     columns = columns.reshape(*columns.shape[:-1], *pairs)
     first, second = (lax.index_in_dim(columns, index, axis, keepdims=False) for index in (0, 1))
     cos, sin = (table[:, None] for table in tables)
-    turned = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
-    turned = turned.reshape(*turned.shape[:-2], 2 * call.half)
-    # Without the barrier, XLA may store the value before the rounding.
-    return lax.optimization_barrier(jnp.concatenate([before, turned, after], axis=-1).astype(x.dtype))
+    rotated = jnp.stack([first * cos - second * sin, second * cos + first * sin], axis=axis)
+    rotated = rotated.reshape(*rotated.shape[:-2], 2 * call.half)
+    # Without the barrier, XLA may store the value that is not rounded yet.
+    return lax.optimization_barrier(jnp.concatenate([before, rotated, after], axis=-1).astype(x.dtype))

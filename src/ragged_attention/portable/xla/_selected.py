@@ -10,7 +10,7 @@ from jax import lax
 from ragged_attention.jax_shared.axes import while_loop
 
 NOWHERE = 2**31 - 1  # after all keys, and after all blocks
-FEW = 32  # entries; up to as many are compared with all blocks, more are searched
+FEW = 32  # lists of up to this many entries are compared with all blocks; longer lists are searched
 
 
 class Selected(NamedTuple):
@@ -38,7 +38,7 @@ class Selected(NamedTuple):
         return jnp.where(later, jnp.maximum(begin, key), NOWHERE).min()
 
     def see(self, key: jax.Array) -> jax.Array:
-        """Bool [K or 1, size, keys]: whether a row's list names a key; `key` are consecutive."""
+        """Bool [K or 1, size, keys]: whether a row's list names each of the consecutive keys `key`."""
         first = key[0] // self.size
         block = first + jnp.arange((len(key) - 2 + self.size) // self.size + 1, dtype=jnp.int32)
         named = self._name(block)
@@ -49,9 +49,9 @@ class Selected(NamedTuple):
         if self.entries.shape[-1] <= FEW:
             return (self.entries[..., None] == block).any(axis=2)
         flat = self.entries.reshape(-1, self.entries.shape[-1])
-        index = jax.vmap(lambda own: jnp.searchsorted(own, block, method="scan_unrolled"))(flat)
-        found = jnp.take_along_axis(flat, jnp.minimum(index, flat.shape[-1] - 1), axis=-1) == block
-        return found.reshape(*self.entries.shape[:2], -1)
+        index = jax.vmap(lambda entries: jnp.searchsorted(entries, block, method="scan_unrolled"))(flat)
+        is_named = jnp.take_along_axis(flat, jnp.minimum(index, flat.shape[-1] - 1), axis=-1) == block
+        return is_named.reshape(*self.entries.shape[:2], -1)
 
     def over_blocks(
         self, start: jax.Array, stop: jax.Array, size: int, step: Callable[[jax.Array, Any], Any], state: Any

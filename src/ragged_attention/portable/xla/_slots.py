@@ -16,14 +16,14 @@ from ragged_attention.portable.xla._ragged import at
 
 
 def addresses_of(call: Any) -> tuple[jax.Array, jax.Array]:
-    """The page and the offset of each new token, by its slot or by the tables; page `num_pages` if it has none."""
+    """The page and the offset of each new token, from its slot or the tables; page `num_pages` if it has none."""
     if call.slot_mapping is None:
         return addresses_of_tokens(call, call.num_tokens)
     return addresses_of_slots(call.slot_mapping, call.num_pages, call.page_size)
 
 
 def page_of_last(page: jax.Array, offset: jax.Array, num_pages: int, page_size: int) -> jax.Array:
-    """`page`, or `num_pages` for a token whose slot a later token also has, so that their bytes are not mixed."""
+    """`page`, but `num_pages` for a token whose slot a later token also has: so the bytes of two tokens never mix."""
     token = jnp.arange(len(page), dtype=jnp.int32)
     last = jnp.full((num_pages, page_size), -1, jnp.int32).at[page, offset].max(token, mode="drop")
     return jnp.where(last.at[page, offset].get(mode="fill", fill_value=-1) == token, page, num_pages)
@@ -57,7 +57,7 @@ def _tokens(pages: jax.Array, num_tokens: int, page: jax.Array, offset: jax.Arra
 def put_units(
     cache: jax.Array, units: jax.Array, page: jax.Array, offset: jax.Array, *, num_scale_units: int
 ) -> jax.Array:
-    """The cache with the tokens' bytes, given as `units` [T, U, bytes], written to it.
+    """The cache after the tokens' bytes, `units` [T, U, bytes], are written to it.
 
     A token's last `num_scale_units` units are its scales. A page stores them after all tokens' other units.
     """

@@ -21,12 +21,12 @@ def dot(letters: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def larger_or_nan(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The larger of two numbers, NaN if one is: XLA's maximum on CPUs may hide NaN."""
+    """The larger of two numbers, or NaN if either is NaN, which XLA's own maximum may hide on CPUs."""
     return jnp.where(jnp.isnan(a) | jnp.isnan(b), jnp.nan, jnp.maximum(a, b))
 
 
 def largest_or_nan(numbers: jax.Array, axis: int) -> jax.Array:
-    """The largest number along an axis, NaN if one is (see `larger_or_nan`)."""
+    """The largest number along an axis, or NaN if one of them is NaN (see `larger_or_nan`)."""
     return jnp.where(jnp.isnan(numbers).any(axis=axis), jnp.nan, numbers.max(axis=axis))
 
 
@@ -67,7 +67,7 @@ class Softmax(NamedTuple):
         return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc, self.largest)
 
     def with_largest(self, products: jax.Array, scale: jax.Array | float, seen: jax.Array) -> "Softmax":
-        """The state with the largest of the visible logits `scale * products` [..., R, N], if it keeps that."""
+        """The state, whose `largest`, if kept, includes the visible logits `scale * products` [..., R, N]."""
         if self.largest is None:
             return self
         logits = jnp.where(seen, logits_of(products, scale, None), -jnp.inf)

@@ -76,7 +76,7 @@ class Queries(NamedTuple):
     start: jax.Array
     stop: jax.Array
     ranges: Ranges | None  # the keys that each row sees, counted from the sequence's first key
-    lists: Selected | None  # the blocks of keys that each row may see, counted alike
+    lists: Selected | None  # the blocks of keys that each row may see, counted likewise
     first_key: jax.Array  # the sequence's first key, as a row index of k
 
     def rows(self, array: jax.Array) -> jax.Array:
@@ -85,7 +85,7 @@ class Queries(NamedTuple):
         return some.reshape(some.shape[0], -1, *some.shape[3:])
 
     def biases(self, slopes: jax.Array | None, table: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-        """The tile's slopes [K, size * G] and tables [K, size * G, B], of [K, G] and of what `tables_first` returns."""
+        """The tile's slopes [K, size * G] and tables [K, size * G, B]; `slopes` is [K, G]."""
         count = len(self.row)
         rows = None if slopes is None else jnp.tile(slopes, count)
         if table is None:
@@ -107,7 +107,7 @@ class Keys(NamedTuple):
     distance: jax.Array  # i32 [query rows, size], a key's position minus that of a row's query
 
     def rows(self, array: jax.Array) -> jax.Array:
-        """The block's rows [K, size, ...] of an array [K, T, ...]; 0 if no query sees the row, which may hold NaN."""
+        """The block's rows [K, size, ...] of an array [K, T, ...]; a row that no query sees may hold NaN, and is 0."""
         return jnp.where(self.any_seen, lax.dynamic_slice_in_dim(array, self.first, self.size, axis=1), 0)
 
     def add(self, whole: jax.Array, part: jax.Array) -> jax.Array:
@@ -118,9 +118,10 @@ class Keys(NamedTuple):
 
 # ---- the gradient of `relative_bias`
 #
-# The sums of a tile are [K, G, M + B + M], or [K, size * G, M + B + M] if each query has its own table. M is the number
-# of columns that the rows of a tile and the keys of a block have. Between the first and the last column, a row has at
-# most one key in each column, so that nothing is scattered, and the order of sums is fixed.
+# The sums of a tile are [K, G, M + B + M], or [K, size * G, M + B + M] if each query has its own table. They have
+# a margin of M columns on both sides, where M is the number of columns that the rows of a tile and the keys of a block
+# use. Between the first and the last column, a row has at most one key in each column. So gradients are gathered, not
+# scattered, and the order of sums is fixed.
 
 
 def _sizes(call: VarlenCall, tile: Tile) -> tuple[int, int]:
@@ -163,8 +164,8 @@ def add_to_sums(sums: jax.Array, call: VarlenCall, keys: Keys, d_logits: jax.Arr
 def in_tables(sums: jax.Array, tables: jax.Array, queries: Queries) -> jax.Array:
     """The gradients of all tables, in the form of `tables_first`, with those of a tile added."""
     width = tables.shape[-1]
-    own = lax.slice_in_dim(sums, (sums.shape[-1] - width) // 2, (sums.shape[-1] + width) // 2, axis=-1)
-    return queries.put(tables, own) if tables.ndim == 4 else tables + own
+    gradients = lax.slice_in_dim(sums, (sums.shape[-1] - width) // 2, (sums.shape[-1] + width) // 2, axis=-1)
+    return queries.put(tables, gradients) if tables.ndim == 4 else tables + gradients
 
 
 # ---- loops
@@ -215,7 +216,7 @@ def over_keys(call: VarlenCall, tile: Tile, queries: Queries, step: Callable[[Ke
         return step(Keys(first, size, by_row(seen), seen.any(axis=1)[..., None], distance), state)
 
     def from_first(key: jax.Array, state: Any) -> Any:
-        """One block, from a key on; `key` counts from the sequence's first key."""
+        """`one` for a block that begins at `key`, counted from the sequence's first key."""
         return one(queries.first_key + key, state)
 
     if lists is not None:

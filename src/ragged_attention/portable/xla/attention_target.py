@@ -45,8 +45,8 @@ def _tile(call: AttentionTarget, block_kv: int, row: jax.Array) -> jax.Array:
     """The targets [B, columns] of the tokens `row` [B]."""
     width = call.columns if call.listed else call.keys.shape[0]
     block_kv, size = min(block_kv, width), len(row)
-    given, row = lax.optimization_barrier((call.q, row))  # else XLA would convert all of q before the loop
-    q, lse = stored_at(given, row).astype(jnp.float32), at(call.lse, row)[..., None]
+    all_q, row = lax.optimization_barrier((call.q, row))  # else XLA would convert all of q before the loop
+    q, lse = stored_at(all_q, row).astype(jnp.float32), at(call.lse, row)[..., None]
     if call.listed:
         starts, stops = jnp.zeros_like(row), jnp.full_like(row, width)
     else:
@@ -64,7 +64,7 @@ def _tile(call: AttentionTarget, block_kv: int, row: jax.Array) -> jax.Array:
         else:
             array, index = lax.optimization_barrier((call.keys, index))
             products = dot("thd,nd->thn", q, stored_at(array, index).astype(jnp.float32))
-        # A head whose lse is -inf, one without keys, adds nothing.
+        # A head without keys, whose lse is -inf, adds nothing.
         weights = jnp.exp(products * call.scale - jnp.where(lse == -jnp.inf, jnp.inf, lse))
         return lax.dynamic_update_slice(sums, jnp.where(visible, weights.sum(1), 0.0), (jnp.int32(0), first))
 

@@ -1,7 +1,7 @@
 """The gradient of the lightning indexer's logits in plain jax operations.
 
-Tokens are processed in tiles. A tile loops over blocks of keys: those that its tokens' ranges include, which all its
-tokens share, or those in its tokens' lists, which each token gathers. Products are recomputed. The gradients of all
+Tokens are processed in tiles, and a tile loops over blocks of keys. If tokens have ranges, all tokens of a tile share a
+block. If tokens have lists, each token gathers its own keys. Products are recomputed. The gradients of all
 keys accumulate in one array.
 """
 
@@ -50,7 +50,7 @@ def run(call: IndexerLogitsBackward, tile: Tile, launch: Any) -> Arrays:
 
 
 class Tokens(NamedTuple):
-    """The tokens of a tile. The queries and weights of a token that sees no key are 0, as they may hold NaN."""
+    """The tokens of a tile. The queries and weights of a token that sees no key are 0, because they may hold NaN."""
 
     row: jax.Array  # i32 [B], the tokens' rows of q
     own: jax.Array  # bool [B]; True for tokens whose gradients this tile computes
@@ -68,13 +68,13 @@ class Tokens(NamedTuple):
         starts, stops = ranges
         stops = jnp.where(own, stops, starts)
         sees = (stops > starts)[:, None]
-        given, row = lax.optimization_barrier((call.q, row))  # else XLA would convert all of q before the loop
-        q = jnp.where(sees[..., None], stored_at(given, row).astype(jnp.float32), 0.0)
+        all_q, row = lax.optimization_barrier((call.q, row))  # else XLA would convert all of q before the loop
+        q = jnp.where(sees[..., None], stored_at(all_q, row).astype(jnp.float32), 0.0)
         return cls(row, own, starts, stops, q, jnp.where(sees, at(call.weights, row), 0.0))
 
 
 def _add_tile(call: Any, block_kv: int, tokens: Tokens, results: Arrays) -> Arrays:
-    """The results, with the gradients of a tile's queries and weights put in and those of keys added."""
+    """The results after a tile: its queries' and weights' gradients are inserted, and those of the keys are added."""
     width = call.columns if call.listed else call.keys.shape[0]
     block_kv, num_keys = min(block_kv, width), call.keys.shape[0]
     sees = tokens.stops > tokens.starts

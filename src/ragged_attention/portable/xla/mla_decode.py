@@ -38,13 +38,13 @@ def run(call: MlaDecode, tile: Tile, launch: Any) -> tuple[jax.Array, jax.Array]
 def _sparse(call: MlaDecode, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """Out [S * Q, H, d_v] and lse [S * Q, H], where each query token has its own lists."""
     shape = call.q.shape[:2]
-    given = [
+    caches = [
         (call.kv_cache, call.kv_format, call.indices, call.topk_lens),
         (call.extra_kv_cache, call.extra_kv_format, call.extra_indices, call.extra_topk_lens),
     ]
     lists = [
         Lists(Latents(cache, layout), slots.reshape(-1, slots.shape[2]), lens_within(lens, shape, slots.shape[2]))
-        for cache, layout, slots, lens in given
+        for cache, layout, slots, lens in caches
         if cache is not None and len(cache)
     ]
     q = call.q.reshape(-1, *call.q.shape[2:])

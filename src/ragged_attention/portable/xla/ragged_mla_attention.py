@@ -24,7 +24,10 @@ FEATURES = frozenset({
 
 
 def heuristic(call: RaggedMlaAttention) -> Tile:
-    """Tiles near the mean query length, of at most 8 tokens or, if that is more, 256 rows; blocks that fit a cache."""
+    """Tiles of about the mean query length, up to 64 tokens, and blocks that fit a core's cache.
+
+    Tiles of more than 8 tokens have at most 256 rows.
+    """
     mean = -(-call.num_tokens // max(call.max_num_seqs, 1))
     block_q = min(64, max(8, 256 // call.num_q_heads), 1 << max(mean - 1, 0).bit_length())
     return Tile(block_q=block_q, block_kv=512 if block_q < 8 else 256)
@@ -32,10 +35,10 @@ def heuristic(call: RaggedMlaAttention) -> Tile:
 
 def run(call: RaggedMlaAttention, tile: Tile, launch: Any) -> Any:
     names = "cu_q_lens", "num_seqs", "key_ranges", "return_max_logits"
-    own = {name: getattr(call, name) for name in names}
+    arguments = {name: getattr(call, name) for name in names}
     # With two scales, keys are multiplied by them as they are read.
     k_scale = None if call.scales_rope else call.kv_scale
-    out, lse, max_logits = attend(call, tile, **own, k_scale=k_scale, v_scale=call.kv_scale)
+    out, lse, max_logits = attend(call, tile, **arguments, k_scale=k_scale, v_scale=call.kv_scale)
     return call.requested(out=out, lse=lse, max_logits=max_logits)
 
 

@@ -30,7 +30,7 @@ from ragged_attention.portable.xla._softmax import (
 )
 from ragged_attention.portable.xla._tile import Tile as Tile
 
-LEAST_KEYS = 64  # minimum keys in a block for tiles of one row with lists; with fewer, the loop costs more than keys
+LEAST_KEYS = 64  # minimum keys in a block for tiles of one row with lists; else the loop costs more than keys
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
     "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
@@ -88,7 +88,7 @@ class Queries(NamedTuple):
     stop: jax.Array
     row: jax.Array  # i32 [size]
     aligned: jax.Array  # i32 [size], the position; negative if the row precedes its sequence's first key
-    position: jax.Array  # i32 [size], the same, but -1 for every such row
+    position: jax.Array  # i32 [size], like `aligned`, but -1 if that is negative
     first_new: jax.Array  # the position of the sequence's first query; negative if there are more queries than keys
 
     @property
@@ -169,7 +169,7 @@ def _attend(
         return state.updated(jnp.where(seen, logits, -jnp.inf), v, any_hidden=call.v_format.scaled)
 
     def by_row(heads: jax.Array | None) -> jax.Array | None:
-        """Numbers of query heads [H] as [K, size * group]."""
+        """One number per query head, [H], repeated for each row as [K, size * group]."""
         return None if heads is None else jnp.tile(heads.reshape(num_kv_heads, group), size)
 
     def table_of_rows() -> jax.Array | None:

@@ -61,7 +61,7 @@ def run(call: SparseMlaPrefillBackward, tile: Tile, launch: Any) -> Arrays:
 
 
 class Queries(NamedTuple):
-    """The queries [R]: each is the query heads [G, ...] of one token and KV head, which share a list."""
+    """R queries: each has the query heads [G, ...] of one token and KV head, which share a list."""
 
     q: jax.Array
     d_out: jax.Array

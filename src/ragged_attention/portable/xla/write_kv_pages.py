@@ -16,11 +16,11 @@ FEATURES = frozenset({
 
 
 def written(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
-    """The new arrays of a call's cache, with K and V at its slots, in the old arrays' memory if those are donated."""
+    """The new arrays of a call's cache, with K and V at the tokens' slots, in the old memory if that is donated."""
     if 0 in (call.num_tokens, call.num_pages):
         return call.caches
     page, offset = addresses_of(call)
-    if call.scaled:  # so that a slot's codes and scales are those of one token
+    if call.scaled:  # so that a slot's codes and scales come from the same token
         page = page_of_last(page, offset, call.num_pages, call.page_size)
     return [put(array, new, page, offset) for array, new in zip(call.caches, new_rows(call, k, v), strict=True)]
 

@@ -17,7 +17,7 @@ FEATURES = frozenset({
 
 
 def written(call: Any, kv: jax.Array) -> jax.Array:
-    """The new cache of a call, with rows at its slots, in the old cache's memory if that is donated."""
+    """The new cache of a call, with rows at the tokens' slots, in the old memory if that is donated."""
     cache = call.cache
     if 0 in (len(kv), len(cache)):
         return cache
