@@ -245,7 +245,7 @@ def test_a_kernel_is_compiled_once_and_only_then_a_line_says_so(
     kept: Kept, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not kept()
-    assert capsys.readouterr().err == f"{COMPILING}to be kept in {home}/.cache/ragged_attention/numba\n"
+    assert capsys.readouterr().err == f"{COMPILING}the code will be cached in {home}/.cache/ragged_attention/numba\n"
     assert kept()
     assert capsys.readouterr().err == ""
 
@@ -288,8 +288,8 @@ def test_what_cannot_be_kept_is_compiled_in_every_process(
     assert not kept()
     assert not kept()
     compiling, reason = capsys.readouterr().err.splitlines()  # each warning is printed once
-    assert compiling.startswith(f"{COMPILING}not kept, since ")
-    assert reason.startswith("ragged_attention: what is compiled is not kept: ")
+    assert compiling.startswith(f"{COMPILING}the code cannot be cached: ")
+    assert reason.startswith("ragged_attention: compiled code is not cached: ")
     assert f"{tmp_path}/file" in reason
 
 
@@ -302,7 +302,7 @@ def test_a_kernel_that_others_may_have_written_is_not_run(
     folder.chmod(0o777)
     capsys.readouterr()
     assert not kept()
-    assert f"not kept: others can write {folder}\n" in capsys.readouterr().err
+    assert f"not cached: others can write {folder}\n" in capsys.readouterr().err
 
 
 def test_a_full_disk_does_not_fail_a_call(kept: Kept, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +313,7 @@ def test_a_full_disk_does_not_fail_a_call(kept: Kept, capsys: pytest.CaptureFixt
         assert not kept()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "what is compiled is not kept: [Errno 27]" in capsys.readouterr().err
+    assert "compiled code is not cached: [Errno 27]" in capsys.readouterr().err
     assert not kept()
     assert kept()
 
@@ -370,4 +370,4 @@ def test_code_that_is_not_optimised_is_not_kept(tmp_path: Path) -> None:
     """Unoptimised code is not cached, because it holds addresses of its process."""
     done = switched(NUMBA_OPT="0", XDG_CACHE_HOME=str(tmp_path))
     assert done.stdout.startswith("96.0 96.0\n"), done.stderr
-    assert "what is compiled is not kept: its code holds addresses of this process" in done.stderr
+    assert "compiled code is not cached: its code holds addresses of this process" in done.stderr

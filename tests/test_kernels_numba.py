@@ -398,7 +398,7 @@ def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
     assert first.stdout == "192.0\n[0, 0]\n", first.stderr
     assert second.stdout == "192.0\n[1, 1]\n", second.stderr
     assert first.stderr.startswith("ragged_attention: compiling the kernel merge_attention_states for this CPU, once, ")
-    assert f" seconds; to be kept in {tmp_path}" in first.stderr
+    assert f" seconds; the code will be cached in {tmp_path}" in first.stderr
 
 
 def test_a_branch_is_compiled_when_a_call_first_needs_it_and_kept_on_disk(tmp_path: Path) -> None:

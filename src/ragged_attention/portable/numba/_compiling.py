@@ -72,7 +72,7 @@ class _Shelf:
                 raise ValueError("its code holds addresses of this process")
             caches.write(self._path(signature, result.target_context), dumps(result._reduce()))
         except Exception as error:
-            _say_once(f"what is compiled is not kept: {error}")
+            _say_once(f"compiled code is not cached: {error}")
 
 
 # ---- compiling
@@ -113,8 +113,8 @@ def _announce(name: str) -> None:
         reason = caches.why_untrusted(folder)
     except (OSError, RuntimeError) as error:
         reason = str(error)
-    kept = f"not kept, since {reason}" if reason else f"to be kept in {_cache_folder()}"
-    _say_once(f"compiling {name} for this CPU, once, which takes some seconds; {kept}")
+    caching = f"the code cannot be cached: {reason}" if reason else f"the code will be cached in {_cache_folder()}"
+    _say_once(f"compiling {name} for this CPU, once, which takes some seconds; {caching}")
 
 
 class _Function(CFunc):
