@@ -28,7 +28,7 @@ FORCED = 0x7F800001  # the `ordered` number of a block that is always selected, 
 
 
 def parts_of(call: Any) -> Iterator[Block]:
-    """The blocks of tokens of a call, cut into parts: the scores of several tokens have at most LOGITS elements."""
+    """A call's blocks of tokens, cut so that only the scores of a single token may have more than LOGITS elements."""
     step = max(LOGITS // max(call.num_heads * call.num_blocks, 1), 1)
     for block in blocks_of(call):
         for first in range(block.first, block.last, step):

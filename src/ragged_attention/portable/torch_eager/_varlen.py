@@ -24,7 +24,7 @@ from ragged_attention.portable.torch_eager._selected import (
     visible_keys,
 )
 
-MIN_GAP = 64  # smaller gaps between listed keys are computed too, because leaving keys out costs a copy
+MIN_GAP = 64  # keys; smaller gaps between listed keys are computed too, because leaving keys out costs a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,8 @@ class Block(NamedTuple):
     # bool [K or 1, rows]: whether a row sees no key, for a KV head or for all; the other masks hide nothing from it
     blind: torch.Tensor | None
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; None if no bias needs it
-    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: whether a row does not see a key
+    # bool [K or 1, rows, keys]: whether a row does not see a key; replaces `right` and `left`
+    hidden: torch.Tensor | None = None
     unseen: torch.Tensor | None = None  # bool [K or 1, keys]: whether no row sees a key, for a KV head or for all
 
     @property
@@ -60,7 +61,7 @@ class Block(NamedTuple):
         return self.keys.stop - self.keys.start if isinstance(self.keys, slice) else len(self.keys)
 
     def read(self, array: torch.Tensor, heads: slice) -> torch.Tensor:
-        """The block's keys of an array [heads, keys, ...]; a key that no row sees may hold NaN, and is 0."""
+        """The block's keys of an array [heads, keys, ...]; keys that no row sees are set to 0, as they may hold NaN."""
         some = array[:, self.keys]
         return some if self.unseen is None else some.masked_fill(of_heads(self.unseen, heads)[..., None], 0.0)
 

@@ -26,7 +26,7 @@ from ragged_attention.portable.torch_eager._varlen import biased, distance_of, h
 
 MIN_BUDGET = 2 * 2**20  # bytes of working memory that every call may use
 MAX_SCORES = 2 * 2**20  # bytes of scores that a CPU's cache holds
-MIN_GAP = 64  # smaller gaps between visible keys are computed too: this costs less than another product
+MIN_GAP = 64  # keys; smaller gaps between visible keys are computed too: this costs less than another product
 FEATURES = frozenset({
     "num_seqs", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes", "relative_bias",
     "k_scale", "v_scale", "k_scale_pages", "v_scale_pages", "return_lse", "return_max_logits", "draft_mask",
@@ -64,7 +64,8 @@ class Block(NamedTuple):
     fully_masked: torch.Tensor | None  # bool [K or 1, rows]: True if the row sees no key, for a KV head or for all
     unseen: torch.Tensor | None  # bool [K or 1, keys]: True if no row sees the key
     distance: torch.Tensor | None  # [rows, keys], the key's position minus the query's; see `distance_of`
-    hidden: torch.Tensor | None = None  # bool [K or 1, rows, keys]: True if the row does not see the key
+    # bool [K or 1, rows, keys]: True if the row does not see the key; replaces `right` and `left`
+    hidden: torch.Tensor | None = None
 
     @property
     def num_keys(self) -> int:

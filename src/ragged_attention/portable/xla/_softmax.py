@@ -67,7 +67,7 @@ class Softmax(NamedTuple):
         return Softmax(m_i, alpha * self.l_i + weights.sum(axis=-1), acc, self.largest)
 
     def with_largest(self, products: jax.Array, scale: jax.Array | float, seen: jax.Array) -> "Softmax":
-        """The state, whose `largest`, if kept, includes the visible logits `scale * products` [..., R, N]."""
+        """The state after its `largest`, if kept, is raised to the visible logits `scale * products` [..., R, N]."""
         if self.largest is None:
             return self
         logits = jnp.where(seen, logits_of(products, scale, None), -jnp.inf)

@@ -85,7 +85,10 @@ class Queries(NamedTuple):
         return some.reshape(some.shape[0], -1, *some.shape[3:])
 
     def biases(self, slopes: jax.Array | None, table: jax.Array | None) -> tuple[jax.Array | None, jax.Array | None]:
-        """The tile's slopes [K, size * G] and tables [K, size * G, B]; `slopes` is [K, G]."""
+        """The tile's slopes [K, size * G] and tables [K, size * G, B].
+
+        `slopes` is [K, G], and `table` has the form of `tables_first`.
+        """
         count = len(self.row)
         rows = None if slopes is None else jnp.tile(slopes, count)
         if table is None:
@@ -107,7 +110,7 @@ class Keys(NamedTuple):
     distance: jax.Array  # i32 [query rows, size], a key's position minus that of a row's query
 
     def rows(self, array: jax.Array) -> jax.Array:
-        """The block's rows [K, size, ...] of an array [K, T, ...]; a row that no query sees may hold NaN, and is 0."""
+        """The block's rows [K, size, ...] of an array [K, T, ...]; unseen rows, which may hold NaN, are 0."""
         return jnp.where(self.any_seen, lax.dynamic_slice_in_dim(array, self.first, self.size, axis=1), 0)
 
     def add(self, whole: jax.Array, part: jax.Array) -> jax.Array:
