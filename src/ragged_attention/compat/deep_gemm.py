@@ -1,9 +1,9 @@
 """DeepGEMM's logits of the lightning indexer, with its argument names, order and conventions, on every device.
 
 `import ragged_attention.compat.deep_gemm as deep_gemm` runs code written for these functions of the `deep_gemm`
-package, under their older names `fp8_*` and their newer ones `fp8_fp4_*`, without FP4. DeepGEMM's limits on devices,
-head counts, head sizes and page sizes do not hold here. Logits that it leaves unwritten are -inf here, with or without
-`clean_logits`.
+package, under their older names `fp8_*` and their newer names `fp8_fp4_*`. FP4 inputs are refused. DeepGEMM's limits on
+devices, head counts, head sizes and page sizes do not hold here. Logits that DeepGEMM leaves unwritten are -inf here,
+with or without `clean_logits`.
 """
 
 import torch
@@ -48,7 +48,8 @@ def fp8_mqa_logits(
         cu_seq_len_k_start, cu_seq_len_k_end: i32 [seq_len], the range of each query.
         clean_logits: without effect, because logits outside a range are always -inf. With `max_seqlen_k` it has to be
             False, as in DeepGEMM.
-        max_seqlen_k: if not 0, the number of columns of the result, whose rows begin at their own ranges' starts.
+        max_seqlen_k: if not 0, the number of columns of the result. Each row then begins at the start of its query's
+            range.
 
     Returns:
         f32 [seq_len, seq_len_kv], or [seq_len, max_seqlen_k].
@@ -67,7 +68,7 @@ def fp8_fp4_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     schedule_meta: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fp8_mqa_logits` by its newer name: q is a pair of values and None.
+    """`fp8_mqa_logits` under its newer name; q is a pair: the values, and None instead of their scales.
 
     Args:
         logits_dtype: float32 or bfloat16, to which float32 logits are rounded.
@@ -120,7 +121,7 @@ def fp8_paged_mqa_logits(
         schedule_meta: without effect.
         max_context_len: number of columns of the result.
         clean_logits: without effect, because logits of hidden keys are always -inf.
-        indices: without effect; in DeepGEMM it tells which rows share a sequence's pages.
+        indices: without effect; in DeepGEMM it shows which rows share a sequence's pages.
 
     Returns:
         f32 [batch_size * next_n, max_context_len].
@@ -143,7 +144,7 @@ def fp8_fp4_paged_mqa_logits(
     logits_dtype: torch.dtype = torch.float32,
     indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`fp8_paged_mqa_logits` by its newer name: q is a pair of values and None.
+    """`fp8_paged_mqa_logits` under its newer name; q is a pair: the values, and None instead of their scales.
 
     Args:
         logits_dtype: float32 or bfloat16, to which float32 logits are rounded.
@@ -162,7 +163,7 @@ def fp8_fp4_paged_mqa_logits(
             f"got {list(context_lens.shape)}"
         )
     queries = next_n
-    if context_lens.dim() == 2:  # treat each query as a sequence, which shares the pages of its own
+    if context_lens.dim() == 2:  # treat each query as a sequence with the pages of its sequence
         context_lens, block_table, queries = context_lens.flatten(), block_table.repeat_interleave(next_n, 0), 1
     edges = torch.arange(len(context_lens) + 1, dtype=torch.int32, device=values.device) * queries
     with named_as(PAGED_NAMES):
@@ -181,7 +182,7 @@ def _fp8(q: Quantized) -> torch.Tensor:
     if dtype_name(values) in ("int8", "uint8"):
         raise InvalidInput(f"expected q in FP8, got {dtype_name(values)}: FP4 queries and keys are not supported")
     if scales is not None:
-        raise InvalidInput("expected q without scales, which belong into weights, got some")
+        raise InvalidInput("expected q without scales, which belong in weights, got scales")
     return values
 
 

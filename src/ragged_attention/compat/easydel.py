@@ -102,8 +102,8 @@ def prefill_attention(
         q: [chunk_size, num_q_heads, head_dim].
         k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of that shape. The
             page size need not divide the chunk's size.
-        length: number of the sequence's positions, including this chunk's; an int or an array of one. Another value
-            does not recompile.
+        length: number of the sequence's positions, including this chunk's; an int or an array of one element. Another
+            value does not recompile.
         page_indices: [pages] of any integer dtype.
         sm_scale: factor on q . k; default `head_dim ** -0.5`.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.

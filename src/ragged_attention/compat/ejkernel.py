@@ -52,10 +52,11 @@ def ragged_page_attention_v2(
     Args:
         queries: [total_tokens, num_q_heads, head_dim].
         kv_pages: [num_pages, page_size, 2 * num_kv_heads, head_dim], K of head h at 2h and V at 2h + 1.
-        context_lens: [max_num_seqs], the new tokens included; of any integer dtype, like the two tables that follow.
+        context_lens: [max_num_seqs], the lengths in the cache, including the new tokens; of any integer dtype, like the
+            next two tables.
         block_tables: [max_num_seqs, pages_per_seq].
         query_start_loc: [max_num_seqs + 1].
-        num_seqs: number of live sequences, an int or an array of one; another value does not recompile.
+        num_seqs: number of live sequences, an int or an array of one element; another value does not recompile.
         softmax_scale: factor on q . k; default `head_dim ** -0.5`.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`, before masking.
         compute_dtype, optimized, mask_value: without effect.

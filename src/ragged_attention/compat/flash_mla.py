@@ -1,15 +1,16 @@
 """FlashMLA's six functions, with its argument names, order and conventions, on every device.
 
-`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. The forms of its
-releases are supported, and may be mixed:
+`import ragged_attention.compat.flash_mla as flash_mla` runs code written for the `flash_mla` package. The call forms of
+these releases are supported, and may be mixed:
 
 - September 2025: `get_mla_metadata` takes six arguments and returns two int32 tensors for `flash_mla_with_kvcache`.
-- 2026: it takes no arguments and returns None and an empty object, which the first call fills.
+- 2026: `get_mla_metadata` takes no arguments and returns an empty `FlashMLASchedMeta`, which the first call fills, and
+  None.
 - September 2026: there are also `enable_batch_invariant` and caches of 528 and 288 bytes per token, and
   `is_fp8_kvcache` is optional. That release dropped the older formats and dense decode; here they remain.
 
-The differences from `ragged_attention.torch` are the names, the `lse` of a fully masked query, which is +inf in decode,
-the base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices, head counts, head sizes, page sizes,
+The differences from `ragged_attention.torch` are the names, the `lse` of a query that sees no key (+inf in decode), the
+base of prefill's logarithms, and packed tensors. FlashMLA's limits on devices, head counts, head sizes, page sizes,
 top-k, dtypes and gradients do not hold here.
 """
 
@@ -52,7 +53,7 @@ VARLEN_NAMES = {
     "cu_q_lens": "cu_seqlens_qo", "cu_kv_lens": "cu_seqlens_kv", "max_q_len": "max_seqlen_qo",
     "max_kv_len": "max_seqlen_kv", "sm_scale": "softmax_scale",
 }  # fmt: skip
-# The arguments of `flash_attn_varlen_func`, by the names of the functions that take packed tensors.
+# The arguments of `flash_attn_varlen_func`, and their names in the functions that take packed tensors.
 KV_PACKED_NAMES = {"k": "kv[..., :head_dim_qk]", "v": "kv[..., head_dim_qk:]"}
 QKV_PACKED_NAMES = {
     "q": "qkv[..., :head_dim_qk]", "k": "qkv[..., head_dim_qk:2 * head_dim_qk]", "v": "qkv[..., 2 * head_dim_qk:]",
@@ -101,10 +102,11 @@ def _expect_convention(convention: Any) -> None:
 
 
 class FlashMLASchedMeta:
-    """The schedule of a decode step; empty until the first `flash_mla_with_kvcache` that gets it fills it.
+    """The schedule of a decode step. It is empty until the first call of `flash_mla_with_kvcache` with it fills it.
 
-    It serves every later call with these shapes and lengths, such as those of the other layers, on this device. Other
-    shapes are refused; other lengths only under `validate="full"`, since they only cost speed.
+    Then it serves every later call on the same device with the same shapes and lengths, such as the calls of the other
+    layers. A call with other shapes is refused. A call with other lengths is only slower, so it is refused only under
+    `validate="full"`.
     """
 
     def __init__(self) -> None:
@@ -197,7 +199,7 @@ def flash_mla_with_kvcache(
         head_dim_v: number of a row's columns that are its value.
         tile_scheduler_metadata, num_splits: the results of `get_mla_metadata`.
         softmax_scale: default `d_qk ** -0.5`.
-        causal: dense only; aligned at the end.
+        causal: dense calls only; queries see keys up to their own position, and are aligned at the end of the keys.
         is_fp8_kvcache: whether `k_cache` holds bytes. By default its dtype decides, so callers may rely on the default
             of any release (False until September 2026, True since).
         indices: i32 [b, s_q, topk], `block * page_block_size + offset`; makes the call sparse. An index that is not a
@@ -259,9 +261,10 @@ def flash_mla_sparse_fwd(
         d_v: number of a row's columns that are its value.
         attn_sink: f32 [h_q].
         topk_length: i32 [s_q], the number of valid entries in each list of `indices`.
-        convention: for max_logits and lse. "base2" is FlashMLA's of September 2025: base-2 logarithms, and an lse of
-            -inf for a query that selects no key. "natural" is that of 2026: natural logarithms, and +inf. The default
-            is set by `use_convention` or `set_convention`, else "base2".
+        convention: the convention of max_logits and lse. "base2" is that of FlashMLA in September 2025: base-2
+            logarithms, and an lse of -inf for a query that selects no key. "natural" is that of 2026: natural
+            logarithms, and an lse of +inf. `use_convention` or `set_convention` sets the default, which otherwise is
+            "base2".
 
     Returns:
         out [s_q, h_q, d_v], max_logits f32 [s_q, h_q], lse f32 [s_q, h_q].
@@ -300,15 +303,15 @@ def flash_attn_varlen_func(
             d_v up to 512.
         cu_seqlens_qo, cu_seqlens_kv: i32 [b + 1], the edges of the sequences.
         max_seqlen_qo, max_seqlen_kv: lengths that no sequence exceeds.
-        dropout_p: 0.
+        dropout_p: must be 0.
         softmax_scale: default `d ** -0.5`.
-        causal: aligned at the end.
+        causal: queries see keys up to their own position, and are aligned at the end of the keys.
         deterministic: whether gradients have equal bits in every run.
         is_varlen: with False all sequences have equal lengths, and the values of `cu_seqlens_*` are not read.
 
     Returns:
         out [total_q, h, d_v], and lse f32 [total_q, h], natural, -inf for a query that sees no key. Gradients flow
-        through both; FlashMLA drops that of lse.
+        through both; FlashMLA drops the gradient of lse.
     """
     if dropout_p != 0:
         raise InvalidInput(f"expected dropout_p=0, got {dropout_p}")
@@ -417,7 +420,7 @@ def _size(name: str, tensor: Any, rank: int, axis: int) -> int | None:
 
 
 def _shapes(call: dict[str, Any], is_fp8_kvcache: bool) -> dict[str, Any]:
-    """The facts for which a `FlashMLASchedMeta` is made, by FlashMLA's names."""
+    """The shapes and settings for which a `FlashMLASchedMeta` is made, under FlashMLA's names."""
     optional = ("indices", 3, 2), ("extra_indices", 3, 2), ("extra_kv_cache", 4, 1)
     topk, extra_topk, extra_page_size = (_size(name, call[name], rank, axis) for name, rank, axis in optional)
     (b, s_q, h_q, _), (_, page_size, h_k, _) = call["q"].shape, call["kv_cache"].shape
@@ -474,5 +477,5 @@ def _new_schedule(call: dict[str, Any], made_for: dict[str, Any]) -> DecodeSched
             extra_topk=made_for["extra_topk"], extra_topk_lens=call["extra_topk_lens"], device=call["q"].device,
         )  # fmt: skip
     except (InvalidInput, TypeError):
-        MlaDecode(**call)  # its error names the call's arguments, not the schedule's
+        MlaDecode(**call)  # raises an error that names the call's arguments, not the schedule's
         raise

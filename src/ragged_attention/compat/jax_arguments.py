@@ -1,4 +1,4 @@
-"""The arguments of the drop-ins for jax: index arrays of any width, mixed dtypes, and tunables of some backends."""
+"""Conversions of arguments for the jax drop-ins: index arrays of any width, mixed dtypes, backend-specific tunables."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -25,20 +25,23 @@ def as_int32(name: str, value: Any) -> jax.Array:
         raise TypeError(f"expected {name} to be an array, got {type(value).__name__}")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise InvalidInput(f"expected {name}.dtype to be an integer one, got {dtype_name(value)}")
-    limits, own = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
-    if own.min < limits.min or own.max > limits.max:  # clamp before jax narrows the array
-        value = value.clip(max(limits.min, own.min), min(limits.max, own.max))
+    limits, source = jnp.iinfo(jnp.int32), jnp.iinfo(value.dtype)
+    if source.min < limits.min or source.max > limits.max:  # clamp before jax narrows the array
+        value = value.clip(max(limits.min, source.min), min(limits.max, source.max))
     return jnp.asarray(value.astype(jnp.int32))
 
 
 def held_as_int32(**tables: Any) -> list[Any]:
-    """Index arrays for jax. NumPy arrays of wider integers, which the other projects' functions wrap, are clamped."""
+    """Index arrays for jax. NumPy arrays of wider integers are clamped to int32.
+
+    The other projects' functions wrap their values around instead.
+    """
     arrays = {name: to_jax(value) for name, value in tables.items()}
     return [as_int32(name, value) if isinstance(value, np.ndarray) else value for name, value in arrays.items()]
 
 
 def even(soft_cap: Any) -> Any:
-    """The absolute value of a cap, since the other projects allow negative ones: `c * tanh(x / c)` is even in c."""
+    """The absolute value of a soft cap. The other projects allow negative caps, and `c * tanh(x / c)` is even in c."""
     return abs(soft_cap) if is_number(soft_cap) else soft_cap
 
 
@@ -76,7 +79,7 @@ def heads_first_pages(k_pages: Any, v_pages: Any) -> tuple[Any, Any]:
 def run(
     operation: str, arguments: Mapping[str, Any], backend: str | Sequence[str] | None, tunables: Mapping[str, Any]
 ) -> Any:
-    """The result of an operation with those of the tunables that its backend has."""
+    """Run an operation with those tunables that its backend has."""
     options = known_options(operation, arguments, backend, tunables)
     return getattr(operations, operation)(**arguments, backend=backend, options=options)
 
@@ -84,12 +87,13 @@ def run(
 def known_options(
     operation: str, arguments: Mapping[str, Any], backend: str | Sequence[str] | None, tunables: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The given tunables that the call's backend on jax's default device has, or None without any.
+    """The tunables that are not None and that the call's backend has; None if there are no such tunables.
 
-    If no requested backend takes the call there, the first one counts.
+    The backend is the one that runs the call on jax's default device, or, if no requested backend takes the call there,
+    the first requested backend.
     """
-    given = {name: value for name, value in tunables.items() if value is not None}
-    if not given:
+    settings = {name: value for name, value in tunables.items() if value is not None}
+    if not settings:
         return None
     call = CALLS[operation](**arguments, device=device_facts(_lower.default_platform()))  # type: ignore[call-arg]
     names = dispatch.candidates(operation, call.device, backend)
@@ -99,4 +103,4 @@ def known_options(
         known = tuning.options_of(dispatch.load(operation, selected).Tile)
     except BackendMissing:
         return None  # the call itself raises the error
-    return {name: value for name, value in given.items() if name in known} or None
+    return {name: value for name, value in settings.items() if name in known} or None

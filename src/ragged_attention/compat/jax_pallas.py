@@ -1,7 +1,7 @@
 """The attention functions of `jax.experimental.pallas.ops.tpu`, with JAX's names, order and defaults, on every device.
 
 With `ragged_paged_attention` or `paged_attention` imported from here instead of from JAX, code written for TPUs runs on
-GPUs and CPUs as well. Calls that JAX's functions refuse by a `ValueError` or an assertion raise `InvalidInput`, a
+GPUs and CPUs as well. Calls that JAX's functions refuse with a `ValueError` or an assertion raise `InvalidInput`, a
 `ValueError`. The differences are:
 
 - The result is always defined: padding rows and sequences without keys are 0, empty sequences may be anywhere, and
@@ -9,7 +9,7 @@ GPUs and CPUs as well. Calls that JAX's functions refuse by a `ValueError` or an
 - Keys that a query does not see have no effect on its result, for any `mask_value`.
 - `num_kv_pages_per_block` and the other tunables are checked as JAX checks them. They are used if the backend for jax's
   default device has them, and otherwise ignored.
-- NumPy index arrays of wide integers are clamped to int32, where JAX wraps them; float64 is refused.
+- NumPy index arrays of wide integers are clamped to int32, while JAX wraps them around; float64 is refused.
 - Keys, values and their scales are multiplied in float32; JAX rounds the products to the queries' dtype or to bfloat16.
 """
 
@@ -121,9 +121,10 @@ def ref_ragged_paged_attention(
     k_scale: float | None = None,
     v_scale: float | None = None,
 ) -> jax.Array:
-    """The reference of `ragged_paged_attention`, in float64 on the host, without the padding rows.
+    """The result of `ragged_paged_attention`, computed in float64 on the host, without the padding rows.
 
-    Its arguments are those of `ragged_paged_attention`. Like JAX's function, it needs known lengths, so not `jit`.
+    The arguments are those of `ragged_paged_attention`. Like JAX's function, this one reads the lengths, so it cannot
+    run under `jit`.
     """
     out = ragged_paged_attention(
         queries, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs, sm_scale=sm_scale,
@@ -201,7 +202,7 @@ def dynamic_validate_inputs(
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
 ) -> None:
-    """`static_validate_inputs`, and a check of the values of the index arrays, which must be known: not for `jit`.
+    """`static_validate_inputs`, and a check of the index arrays' values. It reads them, so it cannot run under `jit`.
 
     Like JAX, it refuses too many sequences or tokens, more keys than the table has pages for, and more queries than
     keys. It also refuses negative lengths, and pages of a live sequence that do not exist, which JAX does not check.
@@ -219,7 +220,7 @@ def dynamic_validate_inputs(
         **jax_arguments.scales_of(kv_pages, k_scale=k_scale, v_scale=v_scale),
     ).check_values()  # fmt: skip
     longest = table.shape[1] * kv_pages.shape[1]
-    over = np.flatnonzero(lens > longest)  # including the padding, as in JAX
+    over = np.flatnonzero(lens > longest)  # including padding sequences, as in JAX
     if over.size:
         raise InvalidInput(f"expected kv_lens[{over[0]}] <= pages_per_seq * page_size = {longest}, got {lens[over[0]]}")
 
@@ -236,8 +237,9 @@ def get_tuned_block_sizes(
 ) -> tuple[int, int]:
     """The default `num_kv_pages_per_block` and `num_queries_per_block` of our TPU kernel.
 
-    They are those for the TPU of this machine, or for a representative one if there is none; JAX then raises an error.
-    Our kernel processes all heads at once, so the numbers of heads are those of the whole call.
+    They are the defaults for this machine's TPU. Without a TPU, they are those for a representative TPU, while JAX's
+    function raises an error. Our kernel processes all heads at once, so the numbers of heads are those of the whole
+    call.
     """
 
     def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
@@ -274,7 +276,8 @@ def paged_attention(
         q: [batch_size, num_q_heads, head_dim], one query per sequence.
         k_pages, v_pages: [num_kv_heads, num_pages, page_size, head_dim], or JAX's `QuantizedTensor` of that shape.
         lengths: i32 [batch_size]; for a length of 0 the result is 0.
-        page_indices: [batch_size, pages_per_sequence] of any integer dtype; entries past the last used page are free.
+        page_indices: [batch_size, pages_per_sequence] of any integer dtype; entries past the last used page may hold
+            anything.
         mask_value: without effect, because keys that a query does not see have no effect on its result.
         attn_logits_soft_cap: logits become `cap * tanh(logits / cap)`.
         pages_per_compute_block, megacore_mode, inline_seq_dim: tunables of the TPU kernel; checked, but without effect

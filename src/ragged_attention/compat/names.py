@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ragged_attention.errors import InvalidInput
 
 
-class named_as:  # named like contextlib.suppress; a class, because Dynamo follows its `__exit__`
+class named_as:  # lower case like contextlib.suppress; a class, because Dynamo traces its `__exit__`
     """A context that rewrites our argument names in error messages by a mapping to the other project's names."""
 
     def __init__(self, names: Mapping[str, str]) -> None:

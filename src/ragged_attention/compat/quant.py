@@ -12,7 +12,7 @@ E4M3_MAX = 448.0
 
 
 def quantize_k_cache(input_k_cache: torch.Tensor, dv: int, tile_size: int = 128) -> torch.Tensor:
-    """Quantise a latent cache: e4m3 values with a float32 scale per `tile_size` columns, then the rest in bfloat16.
+    """Quantise a latent cache: e4m3 values with a float32 scale per `tile_size` columns, then bfloat16 columns.
 
     Args:
         input_k_cache: [num_blocks, block_size, 1, d] bfloat16, float16 or float32.
@@ -33,13 +33,13 @@ def quantize_k_cache(input_k_cache: torch.Tensor, dv: int, tile_size: int = 128)
     divisors = torch.where(scales == 0, 1.0, scales)
     # If a scale was rounded down, the largest value may exceed 448, which e4m3 would turn into NaN.
     values = (tiles.float() / divisors).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    rest = input_k_cache[..., dv:].to(torch.bfloat16).contiguous()
-    parts = (values.flatten(-2), scales.flatten(-2).contiguous(), rest)
+    unquantized = input_k_cache[..., dv:].to(torch.bfloat16).contiguous()
+    parts = (values.flatten(-2), scales.flatten(-2).contiguous(), unquantized)
     return torch.cat([part.view(torch.uint8) for part in parts], -1).view(torch.float8_e4m3fn)
 
 
 def dequantize_k_cache(quant_k_cache: torch.Tensor, dv: int = 512, tile_size: int = 128, d: int = 576) -> torch.Tensor:
-    """The values of a cache of `quantize_k_cache`, as bfloat16 [num_blocks, block_size, 1, d]."""
+    """The values of a cache made by `quantize_k_cache`, as bfloat16 [num_blocks, block_size, 1, d]."""
     _expect_tiles(quant_k_cache, "quant_k_cache", dv, tile_size)
     sizes = dv, 4 * (dv // tile_size), 2 * (d - dv)
     if quant_k_cache.element_size() != 1 or d < dv or quant_k_cache.shape[3] != sum(sizes):
@@ -47,10 +47,10 @@ def dequantize_k_cache(quant_k_cache: torch.Tensor, dv: int = 512, tile_size: in
         raise InvalidInput(
             f"expected quant_k_cache to have rows of {sum(sizes)} bytes with {dv=}, {tile_size=}, {d=}, got {got}"
         )
-    codes, scales, rest = quant_k_cache.view(torch.uint8).split(sizes, -1)
+    codes, scales, unquantized = quant_k_cache.view(torch.uint8).split(sizes, -1)
     values = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, tile_size))
-    scales, rest = scales.contiguous().view(torch.float32), rest.contiguous().view(torch.bfloat16)
-    return torch.cat([(values * scales[..., None]).flatten(-2).to(torch.bfloat16), rest], -1)
+    scales, unquantized = scales.contiguous().view(torch.float32), unquantized.contiguous().view(torch.bfloat16)
+    return torch.cat([(values * scales[..., None]).flatten(-2).to(torch.bfloat16), unquantized], -1)
 
 
 def _expect_tiles(cache: torch.Tensor, name: str, dv: int, tile_size: int) -> None:

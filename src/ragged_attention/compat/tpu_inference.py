@@ -1,13 +1,13 @@
 """The kernel of tpu-inference for latent attention (MLA), with its names, order and defaults, on every device.
 
-`from ragged_attention.compat.tpu_inference import mla_ragged_paged_attention` instead of
-`tpu_inference.kernels.mla.v2.kernel` runs code written for a TPU on GPUs and CPUs as well; `get_kv_cache_shape` and
-`static_validate_inputs` are that module's other public names. Calls that it refuses by a `ValueError` or an assertion
-raise `InvalidInput`, a `ValueError`. The differences are:
+Code written for a TPU runs on GPUs and CPUs as well if it imports `mla_ragged_paged_attention` from this module instead
+of from `tpu_inference.kernels.mla.v2.kernel`. `get_kv_cache_shape` and `static_validate_inputs` are that module's other
+public names. Calls that the kernel refuses with a `ValueError` or an assertion raise `InvalidInput`, a `ValueError`.
+The differences are:
 
 - The result is always defined: padding rows and queries without keys are 0, empty sequences may be anywhere, and
   numbers that no query sees, even NaN, do not affect the result.
-- `distribution` only gives the number of sequences, which may come in any order.
+- Only the number of sequences is read from `distribution`. The sequences may come in any order.
 - Logits, weights and sums are in float32, for any `s_dtype` and `p_same_dtype_as_v`.
 - A transposed cache (`transpose_kv_cache=True`), whose positions are columns of a page, is refused.
 """
@@ -28,7 +28,7 @@ from ragged_attention.jax._lower import to_jax
 
 __all__ = ["get_kv_cache_shape", "mla_ragged_paged_attention", "static_validate_inputs"]
 
-LANES = 128  # both parts of a row are padded to a multiple of it
+LANES = 128  # the latent and the rotary part of a row are each padded to a multiple of 128
 NARROW_FLOATS = ("float8_e4m3fn", "float8_e5m2")  # 8-bit dtypes of queries
 NAMES = {"kv_cache": "cache_kv", "q": "ql_nope"}
 
@@ -137,7 +137,8 @@ def mla_ragged_paged_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """Write a step's latents into the cache and attend over it: prompts, chunks and decodes in one call.
 
-    Shapes in letters: T query tokens, N heads, L numbers of a latent, R of its rotary part, P pages, S sequences.
+    Shapes in letters: T query tokens, N heads, L columns of a latent, R columns of its rotary part, P pages, S
+    sequences.
 
     Args:
         ql_nope: [N, T, L], absorbed queries, heads first; float32, float16, bfloat16, float8_e4m3fn or float8_e5m2.
@@ -155,15 +156,15 @@ def mla_ragged_paged_attention(
         mask_value: without effect, because keys that a query does not see have no effect on its result.
         q_scale, k_scale, v_scale: logits are multiplied by q_scale and k_scale, results by v_scale.
         chunk_prefill_size, num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes, decode_batch_size,
-        mixed_q_split: tunables of the TPU kernel; checked. The backend gets those that it has; of three values for
+            mixed_q_split: tunables of the TPU kernel; checked. The backend gets those that it has; of three values for
             decode, prefill and mixed sequences, it gets the last.
         s_dtype, two_step_flash_attention, p_same_dtype_as_v, debug_mode: without effect.
         transpose_kv_cache: refused unless False.
         backend: a name or an ordered list of them, as everywhere in `ragged_attention`.
 
     Returns:
-        out [N, T, L] of ql_nope's dtype, heads first, with padding rows of 0; and the cache, in the memory of the given
-        one if the caller's `jax.jit` donates it.
+        out [N, T, L] of ql_nope's dtype, heads first, with padding rows of 0; and the new cache, which reuses the
+        memory of the given cache if the caller's `jax.jit` donates it.
 
     Raises:
         InvalidInput: (a ValueError) from `static_validate_inputs`.
@@ -200,7 +201,7 @@ def _attend(
     rows: tuple[jax.Array, ...], tables: list[jax.Array], settings: dict[str, Any], v_scale: float | None,
     tunables: dict[str, int | None], backend: str | Sequence[str] | None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The result and the cache for checked arguments."""
+    """The attention's result and the new cache, for checked arguments."""
     ql_nope, q_pe, new_kv_c, new_k_pe, cache_kv = rows
     kv_lens, page_indices, cu_q_lens, distribution = tables
     pages, groups, packing, width = cache_kv.shape
@@ -241,7 +242,9 @@ def _expect_cache(cache_kv: Any, latent: int, rotary: int, new: dict[str, Any]) 
     width = _padded(latent) + _padded(rotary)
     expect_array("cache_kv", cache_kv, "P G/packing packing L'+R'", (*FLOATS, *QUANTIZED), {"L'+R'": width})
     if (got := cache_kv.shape[2]) % (least := 32 // _bits(cache_kv.dtype)):
-        raise InvalidInput(f"expected cache_kv.shape[2] to be a multiple of {least}, numbers in 32 bits, got {got}")
+        raise InvalidInput(
+            f"expected cache_kv.shape[2] to be a multiple of {least}, the number of elements in 32 bits, got {got}"
+        )
     for name, rows in new.items():
         if rows.dtype != cache_kv.dtype:
             got, wanted = dtype_name(rows), dtype_name(cache_kv)
@@ -264,13 +267,15 @@ def _refuse_transposed(transpose_kv_cache: bool) -> None:
 
 
 def _of_cases(name: str, sizes: Any) -> tuple[int, ...] | None:
-    """A tunable for decode, prefill and mixed sequences, which may be given once for all three."""
+    """The values of a tunable for decode, prefill and mixed sequences; `sizes` may be one number for all three."""
     if sizes is None:
         return None
     if is_integer(sizes):
         return (sizes,) * 3
     if len(sizes) != 3:
-        raise InvalidInput(f"expected {name} to be an int, or three for decode, prefill and mixed, got {len(sizes)}")
+        raise InvalidInput(
+            f"expected {name} to be an int, or three ints for decode, prefill and mixed, got {len(sizes)}"
+        )
     return tuple(sizes)
 
 
