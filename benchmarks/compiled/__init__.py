@@ -1,1 +1,1 @@
-"""What the kernels compile to. No GPU or TPU is needed to read it."""
+"""Reports on the machine code of our kernels. No GPU or TPU is needed."""

@@ -4,8 +4,9 @@
 
 The command compiles every kernel with matrix products of the main cases for MI300X (gfx942) and MI355X (gfx950), and
 reads each of its inner loops (`gcn.py`): registers, resident programs, instructions by kind and width, the cycles for
-which units are busy, how long before its wait a block of keys is requested, and the time of an iteration. docs/amd.md
-states the assumptions. The command writes the tables of docs/amd.md; with `--cases` it only prints.
+which units are busy, the cycles between the request for a block of keys and the wait for it, and the cycles of an
+iteration. docs/amd.md states the assumptions. The command writes the tables of docs/amd.md; with `--cases` it only
+prints.
 """
 
 import argparse
@@ -41,7 +42,7 @@ class Loop:
     num_warps: int
     num_stages: int
     vectors: int  # vector registers per thread, in both register files
-    accumulators: int  # how many of them are accumulation registers (AGPRs), the file for products
+    accumulators: int  # of these, accumulation registers (AGPRs), which are the second file
     scalars: int  # scalar registers per wave
     parked: int  # scalar registers that are spilled to lanes of vector registers
     spilled: int  # spilled bytes per thread
@@ -49,8 +50,8 @@ class Loop:
     counts: Counts
     busy: Mapping[str, float]  # kind of unit -> cycles per iteration
     copied: int  # bytes of keys and values per iteration
-    chain: Turn  # an iteration with a memory latency of 0
-    turns: tuple[tuple[float, Turn], ...]  # (latency of memory in cycles, the iteration at that latency)
+    chain: Turn  # an iteration if memory had no latency
+    turns: tuple[tuple[float, Turn], ...]  # (latency of memory in cycles, an iteration at that latency)
 
     @property
     def chip(self) -> Chip:
@@ -70,8 +71,8 @@ class Loop:
     def needs(self) -> dict[str, float]:
         """The cycles that an iteration needs from each kind of unit.
 
-        If keys come from memory, these include memory at a compute unit's share of the bandwidth. Kernels with many
-        rows read keys from caches, where other programs have already put them.
+        For decode kernels, memory is a unit too: the time to load keys at a compute unit's share of the bandwidth.
+        Kernels with many rows usually find keys in caches, because other programs have already loaded them.
         """
         memory = {"memory": self.copied / self.chip.share} if self.kernel in pipelines.DECODING else {}
         return {**self.busy, **memory}
@@ -84,7 +85,7 @@ class Loop:
     def turn(self, latency: float) -> float:
         """The cycles per iteration of each resident program.
 
-        Programs share the units of a compute unit, but wait independently.
+        Programs share the units of a compute unit, but their waits overlap.
         """
         return max(dict(self.turns)[latency].cycles, self.programs * max(self.busy.values()))
 
@@ -126,15 +127,15 @@ UNITS = ("matrices", "vectors", "LDS", "memory")
 TIME = f"| case | kernel | {' | '.join(UNITS)} | bound | matrices | wait | lead | chain | turn | reachable, TB/s |\n"
 
 
-def accesses(found: Counts, *kinds: str) -> str:
-    """Accesses by width, such as `16 B x 8, 4 B x 5`.
+def accesses(counts: Counts, *kinds: str) -> str:
+    """The number of accesses by width, such as `16 B x 8, 4 B x 5`.
 
-    Loads that go straight to LDS, past registers, are marked "direct".
+    Loads into LDS that bypass the registers are marked "direct".
     """
     texts = [
         f"{width} B x {number}{' direct' if kind == 'direct' else ''}"
         for kind in kinds
-        for width, number in sorted(found.widths.get(kind, {}).items(), reverse=True)
+        for width, number in sorted(counts.widths.get(kind, {}).items(), reverse=True)
     ]
     return ", ".join(texts) or "-"
 
@@ -169,7 +170,7 @@ Found = Sequence[tuple[str, Loop]]
 
 
 def tables(found: Found) -> str:
-    """The tables of a GPU: what the loops consist of, and how long they take."""
+    """Two tables for a GPU: the instructions of its loops, and their times."""
     made = document.table(CODE, (code_line(case, loop) for case, loop in found))
     return made + "\n" + document.table(TIME, (time_line(case, loop) for case, loop in found))
 
@@ -187,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compiled.amd", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--arch", nargs="+", choices=CHIPS, default=list(CHIPS), help="for these GPUs")
+    parser.add_argument("--arch", nargs="+", choices=CHIPS, default=list(CHIPS), help="compile for these GPUs")
     options = pipelines.parse_choice(parser, argv)
     if reason := compiling.why_not():
         print(reason, file=sys.stderr)

@@ -1,8 +1,8 @@
 """The dependent chain in a consumer's loop, from a block's logits to the product of its weights with its values.
 
-While one warpgroup is between the end of QK and the issue of PV, the tensor cores have only the work that the other
-warpgroup issued. The issue cycles of this chain, read from the control bits, are a lower bound that a throughput model
-misses.
+QK is the product that computes logits, and PV the product of weights and values. While one warpgroup is between the end
+of QK and the issue of PV, the tensor cores have only the work that the other warpgroup issued. The issue cycles of this
+chain, read from the control bits, are a lower bound for an iteration that a throughput model misses.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Chain(NamedTuple):
     """The chain in one iteration of a consumer's loop."""
 
     cycles: int  # issue cycles from the wait for the last QK product to the first PV product
-    waits: int  # waits for all products in flight, from the first QK product through that wait
+    waits: int  # waits for all products in flight, from the first QK product to the wait for the last one, included
     at_times: int = 0  # further issue cycles of code that a branch can skip, such as a rescaling that is rarely needed
 
 

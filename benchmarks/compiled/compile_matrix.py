@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled.compile_matrix [--check] [--afresh] [--arch sm_90 ...] [--case NAME ...] [--jobs N]
 
-The command needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. It uses whichever Triton is
-imported. It fails if a kernel does not compile, spills, or needs more shared memory than the device has. On sm_90 it
+The command needs neither a GPU nor torch nor jax, and must run without TRITON_INTERPRET. It uses the Triton that Python
+imports. It fails if a kernel does not compile, spills, or needs more shared memory than the device has. On sm_90 it
 also fails if a kernel lacks wgmma although its products have enough rows, or lacks a proxy fence that wgmma needs. In
 the inner loops of workloads it rejects local memory and loads that are too narrow.
 
@@ -44,7 +44,7 @@ ROOT = Path(__file__).parents[2]
 PASSED = ROOT / "benchmarks" / "results" / "compiled.txt"
 REPORTS = ROOT / "build"
 
-# One case for each piece of code that the named shapes compile to. The other cases differ from these only in numbers.
+# One case for each piece of code that the named shapes compile to. The code of other cases differs only in numbers.
 COVERING = (
     "decode_64x4k", "decode_64x4k_page1", "prefill_4k", "gpt_oss_window_64x4k", "gemma2_prefill_4k",
     "gemma4_global_prefill_4k", "fp8_64x4k", *paged_cases.COMPILED_ONLY,
@@ -66,7 +66,8 @@ TARGETS = (
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward", "indexer_decode_1x128k",
 )  # fmt: skip
-# The shapes that fill shared memory. They suffice on architectures that differ from another one mainly in its size.
+# The shapes that need most shared memory. They suffice for FEWER_CASES_ON: the main difference between these
+# architectures and the others is the size of shared memory.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
     "int8_mixed", "fnuz_64x4k", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8",
@@ -76,7 +77,7 @@ FEWER = (
     "blocks_prefill_float32", "blocks_128_prompt", "blocks_128_decode", "mha_blocks_64", "mha_blocks_64_backward",
 )  # fmt: skip
 FEWER_CASES_ON = ("sm_86", "sm_100", "sm_120", "gfx950")
-# Latent attention compiles slowly. So sm_90 compiles all its cases, the other architectures one for each tile.
+# Latent attention compiles slowly. So only sm_90 compiles all its cases. Other architectures compile one case per tile.
 LATENT_TILES = (
     "mla_dense_h16_128x4k", "mla_dense_h128_128q2s4k", "mla_sparse_v4_h16", "mla_sparse_v4_h64_128q2",
     "mla_sparse_h16_b8", "mla_sparse_h128_128q2", "mla_float32_h16", "mla_float32_fp8_h16", "mla_float32_v4_h16",
@@ -90,7 +91,7 @@ ATTENTIONS = (
     "indexer_logits_backward", "attention_target",
     "select_blocks", "block_scores", "top_k_blocks",
 )  # fmt: skip
-# The cases for all other operations, which only copy and therefore need fewer shapes.
+# The cases for operations other than ATTENTIONS. They only copy, and therefore need fewer shapes.
 COPYING = (
     "decode_64x4k", "fp8_64x4k", "fnuz_64x4k", "float32_mixed", "int8_mixed", "phi_head_80_mixed", "one_page_slot",
     "mla_sparse_h16_b8", "mla_sparse_v4_h64_128q2", "mla_float16_h32", "mla_float16_fp8_h16", "mla_narrow_24_heads",
@@ -110,8 +111,8 @@ MULTIPLYING = (
     "block_scores_kernel",
 )  # fmt: skip
 LEAST_WIDE = 0.9
-# Exceptions from LEAST_WIDE by kernel, `key_format` of the case and matrix unit: (another lower bound, the reason).
-# docs/compile_matrix.md shows them. The second table is for the older Triton, which does worse.
+# Exceptions from LEAST_WIDE: (kernel, `key_format` of the case, matrix unit) -> (another lower bound, the reason).
+# docs/compile_matrix.md shows them. NARROW_ON_OLDER is for the older Triton, which needs lower bounds.
 Exceptions = dict[tuple[str, str, str], tuple[float, str]]
 ROTARY = "the 64 rotary columns of 16 keys give each of 256 threads only 8 bytes"
 EIGHT_BITS = "without e4m3, values go from shared memory straight into an operand that takes 8 bytes at a time"
@@ -146,9 +147,9 @@ NARROW_ON_OLDER: Exceptions = {
     ("latent_kernel", "fp8_v4", "mma"): (0.86, f"{SCALES}, {BY_TWO}"),
     ("latent_kernel", "fp8_v41 beside fp4_v41", "mma"): (0.0, f"{HALVES}, {SCALES}"),
 }
-# Bytes per thread that the older Triton may spill: it has no registers left for the 64-bit offsets of tokens.
+# Bytes per thread that the older Triton may spill. It has no registers left for the 64-bit offsets of tokens.
 SPILLED_ON_OLDER = {"dkv_kernel": 8, "forward_kernel": 8, "norm_rope_kernel": 8, "key_kernel": 24}
-# The block size that gives the number of rows of a kernel's products (by default "q"). wgmma needs at least 64 rows.
+# Kernel -> the block size that is the number of rows of its products (by default "q"). wgmma needs at least 64 rows.
 ROWS = {
     "dkv_kernel": "kv", "latent_kernel": "h", "ragged_latent_kernel": "h", "gradient_kernel": "h",
     "tile_logits_kernel": "n", "walk_logits_kernel": "n", "list_logits_kernel": "n", "query_kernel": "h",
@@ -190,7 +191,7 @@ class Row:
 
     @property
     def workload(self) -> str | None:
-        """The first case that is a workload, or None. Other cases only show that something compiles."""
+        """The first case that is a workload, or None. The other cases only need to compile."""
         return next((name for name in self.cases if name in catalogue.CASES), None)
 
     @property
@@ -202,7 +203,7 @@ class Row:
 
 @functools.cache
 def calls_for(case: str, arch: str) -> tuple[Call, ...]:
-    """The calls of the case, one for each form of an operation, that the Triton backend takes."""
+    """The calls of the case that the Triton backend accepts, one for each form of an operation."""
     return tuple(call for call in _calls_of(case, arch) if declined(call) is None)
 
 
@@ -236,7 +237,7 @@ Planned = dict[str, tuple[Job, Row]]
 def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
     """All compilations by digest, each with its job and the row that receives its facts.
 
-    A digest ends with + if its loops are checked as those of a workload, since it has then passed more checks.
+    For kernels of workloads the loops are checked too. Their digests end with +, since they stand for more checks.
     """
     planned: Planned = {}
     for arch in archs:
@@ -250,7 +251,7 @@ def plan(names: Sequence[str] | None, archs: Iterable[str]) -> Planned:
 
 
 def refusals(names: Sequence[str] | None, archs: Iterable[str]) -> list[str]:
-    """The calls that the Triton backend declines, which are therefore not compiled, with its reasons."""
+    """The calls that the Triton backend declines, with its reasons. They are not compiled."""
     return [
         f"{arch} {call.OPERATION} ({name}): {reason}"
         for arch in archs
@@ -307,7 +308,10 @@ def _order(row: Row) -> tuple[Any, ...]:
 
 
 def small_products(rows: Iterable[Row]) -> list[str]:
-    """The cases on sm_90 whose tiles give all products too few rows for wgmma; this needs no compilation."""
+    """The cases on sm_90 that should use wgmma, but whose tiles give no product enough rows for it.
+
+    The tiles show this without a compilation.
+    """
     most: dict[str, int] = {}
     for row in rows:
         if row.arch == "sm_90":
@@ -320,14 +324,14 @@ def small_products(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row], version: str = "") -> list[str]:
-    """One line for each reason why a compiled kernel must not ship; `version` is Triton's, by default the newest."""
-    judges = (fit_failure, fence_failure, wgmma_failure, loop_failure)
-    reasons = ((row, judge(row, version)) for row in rows for judge in judges)
+    """One line for each reason why a compiled kernel must not ship. `version` is Triton's version, "" the newest."""
+    checks = (fit_failure, fence_failure, wgmma_failure, loop_failure)
+    reasons = ((row, check(row, version)) for row in rows for check in checks)
     return [f"{row.where}: {reason}" for row, reason in reasons if reason]
 
 
 def fit_failure(row: Row, version: str = "") -> str | None:
-    """Why the kernel does not fit the device, apart from the known spills of the older Triton."""
+    """The reason why the kernel does not fit the device, or None. Known spills of the older Triton are allowed."""
     spilled = row.facts.spilled
     if spilled and version.startswith(f"{OLDER}.") and spilled <= SPILLED_ON_OLDER.get(row.kernel, 0):
         loops = tuple(dataclasses.replace(loop, local=0) for loop in row.facts.loops)
@@ -336,13 +340,16 @@ def fit_failure(row: Row, version: str = "") -> str | None:
 
 
 def fence_failure(row: Row, version: str = "") -> str | None:
-    """Whether a wgmma may read copies too early. On Blackwell only the compiler could add the missing fence."""
+    """The number of wgmma that may read copies too early, as a message, or None.
+
+    Blackwell is not checked: there only the compiler could add a missing fence.
+    """
     lacking = dict(row.facts.instructions).get("unfenced", 0)
     return f"{lacking} wgmma with no proxy fence after a wait for copies" if lacking and row.arch == "sm_90" else None
 
 
 def wgmma_failure(row: Row, version: str = "") -> str | None:
-    """Whether a kernel lacks wgmma although its products have enough rows of 16 or 8 bits."""
+    """A message if the kernel lacks wgmma although its products of 16 or 8 bits have enough rows, or None."""
     if row.facts.error or row.arch != "sm_90" or row.product_rows < WGMMA_ROWS:
         return None
     if catalogue.find(row.cases[0]).dtype == "float32" or "wgmma" in dict(row.facts.instructions):
@@ -406,7 +413,7 @@ def load_passed(version: str) -> set[str]:
 
 
 def save_passed(version: str, planned: Planned, passed: Iterable[str]) -> None:
-    """Replace the lines of one Triton version, one for each kernel: version, kernel, digests that passed."""
+    """Replace the lines of one Triton version. A line has the version, a kernel and its digests that passed."""
     by_kernel: dict[str, list[str]] = {}
     for digest in sorted(planned.keys() & set(passed)):
         by_kernel.setdefault(planned[digest][1].kernel, []).append(digest)
@@ -429,16 +436,16 @@ def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, optio
 
 
 def _everything(version: str, options: argparse.Namespace) -> int:
-    """Compile everything that has not passed before, and with `--check` a sample of what has passed."""
+    """Compile everything that has not passed before. With `--check`, also compile a sample of the rest again."""
     planned = plan(None, compiling.ARCHITECTURES)
     passed = set() if options.afresh else load_passed(version)
-    known = sorted(planned.keys() & passed)
-    sample = known[::SPOT_CHECK] if options.check else []
+    passed_before = sorted(planned.keys() & passed)
+    sample = passed_before[::SPOT_CHECK] if options.check else []
     compiled = {digest: both for digest, both in planned.items() if digest not in passed or digest in sample}
     saved = time.monotonic()
 
-    def keep(digest: str, row: Row) -> None:
-        """Save the passed digests every SAVED_EVERY seconds, so that an interrupted run can resume."""
+    def record(digest: str, row: Row) -> None:
+        """Record a passed digest. All are saved every SAVED_EVERY seconds, so that an interrupted run can resume."""
         nonlocal saved
         if not failures([row], version):
             passed.add(digest)
@@ -446,7 +453,7 @@ def _everything(version: str, options: argparse.Namespace) -> int:
             save_passed(version, planned, passed)
             saved = time.monotonic()
 
-    compile_all(compiled, options.jobs, options.console, keep)
+    compile_all(compiled, options.jobs, options.console, record)
     if not options.check:
         save_passed(version, planned, passed)
     rows = rows_of(compiled)
@@ -455,7 +462,7 @@ def _everything(version: str, options: argparse.Namespace) -> int:
     REPORTS.mkdir(exist_ok=True)
     text = report(version, rows, wrong, refusals(None, compiling.ARCHITECTURES))
     (REPORTS / f"compile_matrix_{version}.md").write_text(text)
-    what = f"{len(planned)} compilations, {len(planned) - len(known)} of them new, {len(sample)} compiled again"
+    what = f"{len(planned)} compilations, {len(planned) - len(passed_before)} of them new, {len(sample)} compiled again"
     return _outcome(version, what, wrong, options.console)
 
 

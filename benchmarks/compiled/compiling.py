@@ -1,8 +1,8 @@
 """Compiles Triton kernels for GPUs that are not present, and reads the result.
 
-`record` returns what the Triton backend would launch for a call. Each launch is compiled for any architecture, with the
-same specialisation that the real launcher would cause. The module reads the result for matrix instructions, registers,
-spills and shared memory, and on NVIDIA GPUs for the widths of the loads in inner loops.
+`record` returns what the Triton backend would launch for a call. Each launch can be compiled for any architecture, with
+the specialisation that the real launcher would cause. The module extracts matrix instructions, registers, spills and
+shared memory from the result, and on NVIDIA GPUs also the widths of the loads in inner loops.
 """
 
 import base64
@@ -63,7 +63,10 @@ def _scalar(value: Any) -> tuple[str, list[Any]]:
 
 
 def _operand(array: Any, amd: bool) -> tuple[str, list[Any]]:
-    """The type and the attributes of a pointer. It is aligned like fresh memory; on AMD, small arrays are marked."""
+    """The type and the attributes of a pointer.
+
+    It is aligned like newly allocated memory. On AMD, arrays below 2 GiB are marked, as the launcher does.
+    """
     attributes: list[Any] = [["tt.divisibility", 16]]
     size = ITEMSIZE.get(dtype_name(array), 8) * math.prod(array.shape)
     if amd and size <= 2**31 - 1:
@@ -81,7 +84,7 @@ def specialise(launch: Launch, amd: bool) -> tuple[dict[str, Any], dict[Any, Any
 
     def type_of(value: Any, param: Any, path: tuple[int, ...]) -> Any:
         if isinstance(value, tuple) and not param.is_constexpr:
-            types = [type_of(one, param, (*path, index)) for index, one in enumerate(value)]
+            types = [type_of(item, param, (*path, index)) for index, item in enumerate(value)]
             return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
         if hasattr(value, "shape"):
             kind, specialised = _operand(value, amd)
@@ -116,19 +119,19 @@ class Loop:
 
     @property
     def wide(self) -> float:
-        """The fraction of the loaded bytes that comes 16 at a time.
+        """The fraction of the loaded bytes that is loaded at least 16 bytes at a time.
 
-        One word per longer load is not counted: it is the page number or the slot of a row.
+        For each longer load one word is not counted, since it is the page number or the slot of a row.
         """
         sizes = dict(self.loads)
         longer = sum(size // width for width, size in self.loads if width > 4)
         sizes[4] = max(sizes.get(4, 0) - 4 * longer, 0)
-        every = sum(sizes.values())
-        return sum(size for width, size in sizes.items() if width >= 16) / every if every else 1.0
+        total = sum(sizes.values())
+        return sum(size for width, size in sizes.items() if width >= 16) / total if total else 1.0
 
     def __str__(self) -> str:
-        every = sum(size for _, size in self.loads)
-        text = ", ".join(f"{width} B {size / every:.0%}" for width, size in self.loads) or "none"
+        total = sum(size for _, size in self.loads)
+        text = ", ".join(f"{width} B {size / total:.0%}" for width, size in self.loads) or "none"
         return text + (f", **local {self.local}**" if self.local else "")
 
 
@@ -159,7 +162,7 @@ class Facts:
 
 
 def digest(launch: Launch, arch: str) -> str:
-    """A digest of all inputs of a launch's compilation. Code around the kernels does not change it."""
+    """A digest of everything that a launch compiles from. Code outside the kernels does not change it."""
     parts = (arch, launch.num_warps, launch.num_stages, sources.text_of(launch.kernel))
     text = repr((*parts, *specialise(launch, arch.startswith("gfx"))))
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()[:6]).decode()
@@ -268,7 +271,7 @@ def _read_nvidia(compiled: Any, num_warps: int) -> Facts:
 class MachineCode:
     """What NVIDIA's tools report about a kernel that Triton compiled."""
 
-    listing: str  # its machine code
+    listing: str  # the machine code
     registers: int  # per thread
     spilled: int  # bytes per thread
 

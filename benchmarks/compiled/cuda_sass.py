@@ -3,10 +3,10 @@
     python -m benchmarks.compiled.cuda_sass [--check] [--peer]
 
 The command needs nvcc, g++ and the CUTLASS headers, but no GPU. It writes docs/cuda_compile.md; with `--check` it
-compares instead. It fails if a kernel uses local memory, lacks the matrix or copy instructions that it is built on, has
-other registers than planned, needs more shared memory than a thread block can have, or has one of the hazards that
-`hazards.py` finds. With `--peer` it also reads FlashMLA's own kernels, from the library that `python -m
-benchmarks.peers.sources` fetches; without it the page keeps its lines about them.
+compares the page instead. It fails if a kernel uses local memory, lacks the matrix or copy instructions that it is
+built on, does not have the planned registers, needs more shared memory than a thread block can have, or has one of the
+hazards that `hazards.py` finds. With `--peer` it also reads FlashMLA's own kernels, from the library that `python -m
+benchmarks.peers.sources` fetches. Without `--peer` the page keeps its lines about FlashMLA.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from ragged_attention.tools import build_cuda
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "cuda_compile.md"
 
-# The register plan of the attention kernels: 384 threads start with 168 registers each, all that a multiprocessor has.
-# Then two warpgroups take the registers that the third one, which only copies, gives back.
+# The register plan of the attention kernels: 384 threads start with 168 registers each, which are all registers of a
+# multiprocessor. The warpgroup that only copies then releases registers, and the other two acquire them.
 REGISTERS = 168
 CONSUMERS, REGISTER_FILE = 2, 65536 // 128
-# the kernels without matrix products: those that merge splits, and the one that makes a schedule
+# the kernels without matrix products: two merge splits, and Deal makes a schedule
 HELPERS = ("Combine<", "NarrowCombine<", "Deal")
-# the beginning of the names of kernels whose warps multiply independently, on rows fetched by bulk copies
+# the start of a kernel's name whose warps multiply independently, on rows fetched by bulk copies
 NARROW = "Narrow<"
-DENSE = ", false>"  # the end of the names of kernels that find keys by pages and fetch them by TMA
-# Loads of an iteration that may wait for an earlier load, in producers without registers for all loads at once.
+DENSE = ", false>"  # the end of a kernel's name that finds keys through a page table and fetches them by TMA
+# The loads per iteration that may wait for an earlier load. These producers lack registers for all loads at once.
 SERIAL = {"Fp8V4": 3, "V41": 5}
 RESERVED = 1024  # bytes of a thread block's shared memory that the system reserves
 
@@ -118,7 +118,7 @@ template <class T> constexpr size_t size_of(long) {{ return 0; }}
 
 
 def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
-    """The bytes of shared memory that each kernel's launch requests: the `Smem` size of its body, according to g++."""
+    """Kernel body -> the bytes of shared memory that its launch requests, which is the size of its `Smem` in g++."""
     bodies = sorted({kernel.type for kernel in found})
     recipe = kernels.emulation_recipe()
     lines = "\n".join(f"char size_{index}[1 + size_of<{body}>(0)];" for index, body in enumerate(bodies))
@@ -166,7 +166,7 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
         for hazard in hazards.found(kernel.code, SERIAL.get(kernel.type, 0)):
             complain(hazard)
         for loop in kernel.loops:
-            # ptxas inserts such waits if it cannot prove that the products are independent
+            # ptxas inserts a wait after each product if it cannot prove that the products are independent
             if 2 * loop["settled"] > loop["HGMMA"]:
                 complain(f"{loop['settled']} waits for {loop['HGMMA']} products, which should run one after another")
     if all(kernel.type.startswith(HELPERS) for kernel in found):
@@ -175,12 +175,15 @@ def failures(found: Sequence[sass.Kernel], shared: Mapping[str, int]) -> list[st
 
 
 def _multiplies(counts: sass.Counts) -> bool:
-    """Whether a loop is a consumer's, that is, has matrix products."""
+    """Whether a loop has matrix products, as only the loops of consumers do."""
     return bool(counts["HGMMA"] or counts["HMMA"])
 
 
 def held_registers(kernel: sass.Kernel) -> int | None:
-    """The registers per thread, summed over the warpgroups: the producer, which requests the fewest, and consumers."""
+    """The sum over the warpgroups of their registers per thread, or None if the requests do not fit the plan.
+
+    The smallest request is the producer's.
+    """
     if len(kernel.set_registers) not in (2, 1 + CONSUMERS):
         return None
     producer, *consumers = kernel.set_registers
@@ -199,7 +202,7 @@ def document(
     ]
     lines += [f"{len(found)} kernels, {len(wrong) or 'no'} failure{'s' if len(wrong) != 1 else ''}.", ""]
     lines += [f"- {text}" for text in wrong] + ([""] if wrong else [])
-    # Both units contain the kernels that merge splits; those lines are shown once.
+    # Two translation units contain the kernels that merge splits, but the table shows each of them once.
     table = KERNELS + "".join(dict.fromkeys(_kernel_line(kernel, shared) for kernel in found))
     attention = [kernel for kernel in found if _multiplies(kernel.counts)]
     loops = LOOPS + "".join(_loop_line(kernel, loop) for kernel in attention for loop in kernel.loops)
@@ -282,7 +285,7 @@ def _products(counts: sass.Counts) -> str:
 
 
 def compiler() -> str:
-    """The versions of nvcc and CUTLASS, on which the page depends."""
+    """The versions of nvcc and CUTLASS. They change the page."""
     nvcc, include = toolchain.nvcc(), toolchain.cutlass()
     if nvcc is None or include is None:
         raise BackendMissing(toolchain.missing_to_compile() or "nvcc does not run")

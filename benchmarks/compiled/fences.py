@@ -1,9 +1,9 @@
-"""Finds matrix products in PTX that read shared memory without a proxy fence after the wait for copies to it.
+"""Finds matrix products in PTX that read copied shared memory without a proxy fence after the wait for the copies.
 
 Threads copy with `cp.async` and wait. `wgmma` and `tcgen05` read the same memory through the asynchronous proxy, and
-the PTX ISA requires `fence.proxy.async` between the two. The fence may come before or after the barrier that tells
-other threads about the copies: either each thread fences its own copies before it signals, or the reader fences
-everything after the barrier.
+the PTX ISA requires `fence.proxy.async` between the wait and the product. The fence may come before or after the
+barrier that tells other threads about the copies: either each thread fences its own copies before it signals, or the
+reader fences everything after the barrier.
 
 PTX does not show directly which memory a product reads. Triton's GPU IR shows whether any product of a kernel reads
 copied memory. If one does, all products of the kernel must have a fence.
@@ -28,7 +28,10 @@ OPERANDS = re.compile(r"ttng\.(?:warp_group_dot|tc_gen5_mma) (%[\w.#]+), (%[\w.#
 
 
 def only_reads_what_threads_wrote(ttgir: str) -> bool:
-    """Whether all products (of at least one) read only registers or memory that threads filled without copies."""
+    """Whether all products read only registers or memory that threads filled without copies.
+
+    False if the kernel has no products.
+    """
     views = {match[1]: match[2] for match in VIEW.finditer(ttgir)}
 
     def whole(name: str) -> str:
@@ -44,10 +47,10 @@ def only_reads_what_threads_wrote(ttgir: str) -> bool:
 
 
 def unfenced(ptx: str) -> list[int]:
-    """The line numbers, from 1, of products that some path reaches from a wait without passing a fence."""
+    """The line numbers, from 1, of products that a path without a fence connects to a wait for copies."""
     lines = [line.strip() for line in ptx.splitlines()]
     targets = {match[1]: number for number, line in enumerate(lines) if (match := LABEL.match(line))}
-    found: set[int] = set()
+    numbers: set[int] = set()
     seen: set[int] = set()
     begun = [number for number, line in enumerate(lines) if WAIT.search(line)]
     while begun:
@@ -56,8 +59,8 @@ def unfenced(ptx: str) -> list[int]:
                 break
             seen.add(number)
             if PRODUCT.search(lines[number]):
-                found.add(number + 1)
-    return sorted(found)
+                numbers.add(number + 1)
+    return sorted(numbers)
 
 
 def _until_fence(lines: Sequence[str], begin: int, targets: Mapping[str, int], begun: list[int]) -> Iterator[int]:

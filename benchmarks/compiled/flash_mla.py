@@ -10,7 +10,7 @@ from benchmarks.compiled import sass
 from benchmarks.peers import sources
 
 ARCH = "sm_90a"
-# Part of a mangled kernel name -> (what the kernel computes, our kernel that computes the same).
+# Part of a mangled kernel name -> (what the kernel computes, our kernel for the same computation).
 NAMES = {
     "decode5dense": ("dense decode", "mla_decode_dense"),
     "prefill10sparse_fwd": ("sparse prefill", "sparse_mla_prefill"),
@@ -26,7 +26,7 @@ class Theirs(NamedTuple):
 
 
 def library(folder: Path = sources.FOLDER) -> Path:
-    """The path where the library belongs. The file may not exist."""
+    """The path at which the library is expected. The file may not exist."""
     return folder / "flash_mla" / "_C_legacy.abi3.so"
 
 
@@ -45,6 +45,6 @@ def kernels(path: Path) -> Iterator[Theirs]:
 
 
 def short(kernel: sass.Kernel) -> str:
-    """The template arguments that tell its kernels apart."""
+    """The part of a kernel's name that differs between FlashMLA's kernels."""
     name = kernel.name.rpartition("::")[2]
     return name.replace("(ModelType)", "model ")

@@ -2,8 +2,8 @@
 
     python -m benchmarks.compiled.gate [--cases NAME ...] [--jobs N]
 
-A loop that requests its keys last and waits for them first makes a decode as slow as the latency of memory. `NOT_YET`
-lists the loops that still do so. A loop that is not listed fails, and so does an entry that is no longer needed.
+If a loop waits for a block of keys right after it has requested it, the latency of memory limits the decode. `NOT_YET`
+lists the loops that still do so. The check fails for any other such loop, and for an entry that is no longer needed.
 """
 
 import argparse

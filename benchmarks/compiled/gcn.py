@@ -1,8 +1,9 @@
 """Reads AMD machine code: the instructions of a kernel's inner loops, and the time of an iteration.
 
-The assembly is what Triton keeps of a compiled kernel (`compiled.asm["amdgcn"]`), so any machine will do. A wave is 64
-threads on one of a compute unit's four SIMDs. A SIMD issues at most one instruction of a wave every four cycles, so
-vector instructions limit a kernel as often as its matrix products do. docs/amd.md gives the sources of the rates.
+The input is the assembly that Triton keeps with a compiled kernel (`compiled.asm["amdgcn"]`), so no AMD GPU is needed.
+A wave is 64 threads on one of a compute unit's four SIMDs. A SIMD issues at most one instruction of a wave every four
+cycles, so vector instructions limit a kernel as often as its matrix products do. docs/amd.md gives the sources of the
+rates.
 """
 
 import collections
@@ -14,11 +15,11 @@ from benchmarks.compiled.sass import natural_loops
 
 WAVE = 64  # threads
 SIMDS = 4  # per compute unit
-ISSUE = 4  # cycles between two instructions of a wave; also the cycles of one instruction for 64 threads on 16 lanes
+ISSUE = 4  # cycles of one instruction for 64 threads on 16 lanes, and so between two instructions of a wave
 QUARTER = 16  # cycles of a quarter-rate instruction
-ADDRESSES = 2  # cycles of LDS for the addresses of a wave, 32 threads at a time
-LDS_LATENCY = 128.0  # in cycles; neither this latency nor the next one is measured
-CACHED = 500.0  # cycles for a small load, such as a page number, whose neighbours were read before
+ADDRESSES = 2  # LDS cycles for the addresses of a wave, 32 threads per cycle
+LDS_LATENCY = 128.0  # in cycles; this latency and CACHED are not measured
+CACHED = 500.0  # cycles until a small load arrives, such as a page number, if its cache line was read before
 
 LINE = re.compile(r"^\s+([a-z]\w*)\s*([^;]*)")
 LABEL = re.compile(r"^(\.?\w+):")
@@ -28,13 +29,13 @@ WIDTHS = {"dword": 4, "ubyte": 1, "sbyte": 1, "ushort": 2, "sshort": 2, "short":
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Chip:
-    """An AMD GPU. Rates are per cycle and compute unit, unless the comment names a SIMD."""
+    """An AMD GPU. LDS rates are per compute unit."""
 
     name: str
     units: int  # number of compute units
-    clock: float  # most cycles per second
-    memory: float  # most bytes per second, of the whole GPU
-    lds: int  # bytes per compute unit
+    clock: float  # peak cycles per second
+    memory: float  # peak bytes per second of the whole GPU
+    lds: int  # bytes of LDS per compute unit
     lds_read: int  # bytes per cycle
     lds_written: int  # bytes per cycle
     exponential: int  # cycles of an exponential for one wave, on a SIMD
@@ -199,7 +200,7 @@ def count(lines: Iterable[Instruction]) -> Counts:
 
 
 def matrix_cycles(name: str) -> int:
-    """The cycles of a SIMD's matrix unit. The wider gfx950 forms take the same time for twice the work."""
+    """The cycles of a product on a SIMD's matrix unit. On gfx950, wider forms do twice the work in the same time."""
     match = re.search(r"_(\d+)x\d+x(\d+)", name)
     if match is None:
         raise ValueError(f"expected a product with its shape in its name, got {name}")
@@ -208,7 +209,7 @@ def matrix_cycles(name: str) -> int:
 
 
 def vector_cycles(line: Instruction, chip: Chip) -> int:
-    """The cycles of a SIMD for a vector instruction."""
+    """The cycles of a vector instruction of one wave on its SIMD."""
     if line.kind == "special":
         return chip.exponential
     slow = re.match(r"v_(?:mul_lo_u32|mul_hi_|mad_u64|mad_i64|cvt_(?!pk_|scale))", line.name)
@@ -216,13 +217,13 @@ def vector_cycles(line: Instruction, chip: Chip) -> int:
 
 
 def lds_cycles(line: Instruction, chip: Chip) -> float:
-    """The cycles of LDS for one wave. An access narrower than a bank takes as long as one of a bank's width."""
+    """The cycles of LDS for one wave. An access narrower than a bank takes as long as a whole bank, 4 bytes."""
     rate = chip.lds_written if line.kind in ("write", "direct") else chip.lds_read
     return ADDRESSES + WAVE * max(line.width, 4) / rate
 
 
 def busy(lines: Sequence[Instruction], num_warps: int, chip: Chip) -> dict[str, float]:
-    """The cycles per iteration for which a program keeps the busiest unit of each kind busy, without any waits."""
+    """Kind of unit -> the cycles per iteration for which a program keeps the busiest such unit busy, without waits."""
     waves = -(-num_warps // SIMDS)  # waves on one SIMD
     cycles: dict[str, float] = dict.fromkeys(("matrices", "vectors", "LDS"), 0.0)
     for line in lines:
@@ -236,7 +237,10 @@ def busy(lines: Sequence[Instruction], num_warps: int, chip: Chip) -> dict[str, 
 
 
 def copied(lines: Iterable[Instruction], num_warps: int) -> int:
-    """The bytes of keys and values that a program loads per iteration. Narrow loads are addresses, slots and scales."""
+    """The bytes of keys and values that a program loads per iteration.
+
+    Narrow loads are not counted, because they fetch page numbers, slots and scales.
+    """
     return sum(line.width * WAVE * num_warps for line in lines if is_key(line))
 
 
@@ -245,7 +249,10 @@ def is_key(line: Instruction) -> bool:
 
 
 def programs_at_once(vectors: int, shared: int, num_warps: int, chip: Chip) -> int:
-    """The programs with these vector registers per thread and bytes of LDS that fit a compute unit. It may be 0."""
+    """The number of programs that fit a compute unit, which may be 0.
+
+    A program has `vectors` vector registers per thread and `shared` bytes of LDS.
+    """
     waves = min(VECTORS // max(-(-vectors // GRANULE) * GRANULE, GRANULE), WAVES)
     by_registers = waves * SIMDS // num_warps
     return min(by_registers, chip.lds // shared) if shared else by_registers
@@ -259,8 +266,8 @@ class Turn:
     """One iteration of a loop, for a program that has a compute unit to itself."""
 
     cycles: float
-    least_wait: int | None  # loads and stores that the strictest wait for memory leaves in flight
-    lead: float  # fewest cycles between the request for keys and the wait for them: the latency that is hidden
+    least_wait: int | None  # loads and stores still in flight after the strictest wait for memory
+    lead: float  # fewest cycles between the request for keys and the wait for them, which hide latency
     in_flight: int  # most bytes of keys in flight
 
 
@@ -292,7 +299,7 @@ class Wave:
             self.now += ISSUE * self.waves
             latency = self.latency if size else min(self.latency, CACHED)
             self.memory.append((self.now, self.now + latency, size))
-            self.under_way = max(self.under_way, sum(each for _, _, each in self.memory))
+            self.under_way = max(self.under_way, sum(size for _, _, size in self.memory))
         elif kind in ("read", "write", "exchange"):
             self.now += ISSUE * self.waves
             self.lds_free = max(self.lds_free, self.now) + lds_cycles(line, self.chip) * self.num_warps
@@ -321,7 +328,7 @@ class Wave:
             if any(size for _, _, size in done):
                 self.least = left if self.least is None else min(self.least, left)
             self.leads += [(self.now - issued, size) for issued, _, size in done if size]
-            self.now = max([self.now, *(there for _, there, _ in done)])
+            self.now = max([self.now, *(arrival for _, arrival, _ in done)])
         if "lgkmcnt" in limits:
             done = self.local[: max(len(self.local) - limits["lgkmcnt"], 0)]
             self.local = self.local[len(done) :]
@@ -330,7 +337,7 @@ class Wave:
 
 
 def turn(lines: Sequence[Instruction], num_warps: int, chip: Chip, latency: float) -> Turn:
-    """The steady state of an iteration, at a latency of memory in cycles."""
+    """The steady state of an iteration. `latency` is that of memory, in cycles."""
     wave = Wave(num_warps, chip, latency)
     start = 0.0
     for number in range(WARM_UP + MEASURED):

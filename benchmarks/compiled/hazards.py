@@ -1,8 +1,10 @@
-"""Hazards that must not occur in the machine code of a Hopper kernel, found in three ways in a listing.
+"""Finds three hazards in the machine code of a Hopper kernel.
 
-Emulation runs the source of a kernel. Errors and delays that the compiler adds are visible only in its output:
-registers of a product in flight that another instruction touches; products that are not ordered after the writes to
-their operands; loads that wait for each other although they could be in flight together.
+Emulation runs the source of a kernel, so it cannot see errors and delays that the compiler adds. These hazards are:
+
+- An instruction touches registers of a product in flight.
+- A product is not ordered after the writes to its operands.
+- A load waits for another load although both could be in flight together.
 """
 
 import re
@@ -13,13 +15,14 @@ from benchmarks.compiled.sass import Instruction
 from benchmarks.compiled.scoreboard import control_of
 
 WARPGROUP = 128  # threads that compute a product together
-# issue cycles after which a load counts as hidden: about the latency of L2, less the instructions of other warps
+# Issue cycles after which the latency of a load counts as hidden: about the latency of L2, less the issue cycles of
+# other warps.
 EXPOSED = 200
-HARMLESS = ("R2UR",)  # reads the inputs of descriptors; its operands are never accumulators
+HARMLESS = ("R2UR",)  # may read registers meanwhile: its operands form descriptors and are never accumulators
 
 
 def found(code: Sequence[Instruction], most_serial: int = 0) -> list[str]:
-    """The hazards of a kernel, one line each. `most_serial` loads of an iteration may wait for an earlier one."""
+    """The hazards of a kernel, one line each. In an iteration, `most_serial` loads may wait for an earlier load."""
     loads = max((serial_loads(loop) for loop in sass.working_loops(code)), default=0)
     wrong = [f"{line.name} at {line.address:#x} touches registers of a product in flight" for line in touching(code)]
     wrong += [
@@ -36,14 +39,14 @@ def found(code: Sequence[Instruction], most_serial: int = 0) -> list[str]:
 def touching(code: Sequence[Instruction]) -> Iterator[Instruction]:
     """The instructions that touch a product's registers between the product and its wait, ordered by address.
 
-    Branches are not followed, since a product is waited for in the stretch of code that starts it.
+    Branches are not followed, since the wait for a product is in the same basic block as the product.
     """
     groups: list[set[int]] = []
     begun: set[int] = set()
     for line in code:
         kind = line.name.partition(".")[0]
         if kind == "HGMMA":
-            begun |= _of_product(line)
+            begun |= _product_registers(line)
             if "gsb0" in line.operands:
                 groups.append(begun)
                 begun = set()
@@ -59,7 +62,7 @@ def touching(code: Sequence[Instruction]) -> Iterator[Instruction]:
             yield line
 
 
-def _of_product(line: Instruction) -> set[int]:
+def _product_registers(line: Instruction) -> set[int]:
     """The registers of an HGMMA: its accumulator, and its left operand if that is in registers."""
     m, n, _ = map(int, line.name.split(".")[1].split("x"))
     first, second = (part.strip() for part in line.operands.split(",")[:2])
@@ -87,7 +90,7 @@ def registers_of(line: Instruction) -> set[int]:
 
 
 def unordered(code: Sequence[Instruction]) -> Iterator[Instruction]:
-    """The first product of each group without a WARPGROUP.ARRIVE since the previous group."""
+    """The first product of each group that has no WARPGROUP.ARRIVE between it and the previous group."""
     arrived = False
     for line in code:
         if line.name == "WARPGROUP.ARRIVE":
@@ -106,10 +109,10 @@ def unordered(code: Sequence[Instruction]) -> Iterator[Instruction]:
 def serial_loads(loop: Sequence[Instruction]) -> int:
     """The number of global loads of an iteration that are issued only after a wait for an earlier load.
 
-    A wait costs nothing if the load was issued long before it: many issue cycles earlier, or in the previous iteration.
-    Nor does it cost anything after a wait of the producer for its readers, since then the producer is ahead of them.
+    Two kinds of waits are not counted. The load may have been issued long before, at least EXPOSED issue cycles earlier
+    or in the previous iteration. Or the producer has waited for its readers since the load, so it is ahead of them.
     """
-    issued: dict[int, int] = {}  # barrier -> issue time of the load of this iteration that will set it
+    issued: dict[int, int] = {}  # barrier -> when this iteration issued the load that will set the barrier
     now = serial = 0
     waited = False
     for line in loop:

@@ -5,17 +5,20 @@ MULTIPROCESSORS = 132
 CLOCK = 1.75e9  # cycles per second under load; not measured
 LATENCIES = (1000.0, 1500.0)  # latencies of memory under load, in cycles
 
-THREADS, PROGRAMS = 2048, 32  # of a multiprocessor: most resident threads and programs
-# registers of a multiprocessor, and the granule in which a warp's registers are allocated
+THREADS, PROGRAMS = 2048, 32  # the most resident threads and programs of a multiprocessor
+# registers of a multiprocessor, and how many are allocated to a warp at a time
 REGISTERS, PER_WARP = 65536, 256
-PARTITIONS = 4  # of a multiprocessor; each has its share of the registers and warps
-SHARED, RESERVED = 228 * 1024, 1024  # bytes of a multiprocessor, and the bytes that the system reserves per program
+PARTITIONS = 4  # partitions of a multiprocessor, which divide its registers and warps equally
+SHARED, RESERVED = (
+    228 * 1024,
+    1024,
+)  # bytes of shared memory per multiprocessor, and the bytes that the system reserves per program
 
 
 def programs_at_once(registers: int, shared: int, num_warps: int) -> int:
-    """The programs with these registers per thread, bytes of shared memory and warps that fit a multiprocessor.
+    """The number of programs that fit a multiprocessor, which may be 0.
 
-    It may be 0.
+    The arguments are a program's registers per thread, bytes of shared memory and warps.
     """
     each = -(-registers * 32 // PER_WARP) * PER_WARP
     warps = REGISTERS // PARTITIONS // each * PARTITIONS

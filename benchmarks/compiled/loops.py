@@ -1,4 +1,4 @@
-"""The least time of each plan with its compiled kernels, known before anything runs.
+"""Predicts the least time of each plan from its compiled kernels, before anything runs.
 
     python -m benchmarks.compiled.loops [--cases NAME ...]
 
@@ -6,8 +6,8 @@
 load operands from shared memory too slowly for the matrix units, or need too many instructions. So every attention
 kernel of the Triton backend is compiled for Hopper, and `sass.cycles` counts the cycles for which an iteration of its
 inner loops keeps each unit of a multiprocessor busy. Multiplied by the iterations of the plan, that gives a time for
-each unit. The longest of these times and of the plan's own is a lower bound for this code and this plan. Waits come on
-top and are modelled too: iterations wait for memory (`pipelines.py`) while as many programs run as fit, and a plan ends
+each unit. The longest of these times and of the plan's own times is a lower bound for this code and this plan. Waits
+are modelled in addition: iterations wait for memory (`pipelines.py`) while as many programs run as fit, and a plan ends
 no earlier than its longest program. The command writes its part of docs/predictions.md; with `--cases` it only prints.
 """
 
@@ -63,19 +63,19 @@ def predicted(name: str) -> Prediction:
 
 def keep_busy(busy: dict[str, float], step: Step, walks: Sequence[Walk]) -> None:
     """Add the seconds for which the iterations of a kernel keep each kind of unit busy."""
-    # A list over two caches is visited by two loops with equal code, so there may be more `walks` than `turns`.
+    # `step.turns` has one number for two loops with equal code, which visit the two caches of a list.
     for walk, number in zip(walks, step.turns, strict=False):
         for unit, cycles in walk.busy:
             busy[unit] = busy.get(unit, 0.0) + cycles * number / (MULTIPROCESSORS * CLOCK)
 
 
 def seconds(step: Step, walks: Sequence[Walk], latency: float) -> float:
-    """The least time of a kernel whose iterations wait for memory, limited by all programs or by the longest one."""
+    """The least time of a kernel whose iterations wait for memory: of all programs together or of the longest one."""
     if not walks[0].programs:
         return math.inf  # the kernel does not fit a multiprocessor
     resident = min(walks[0].programs, step.working / MULTIPROCESSORS)
     cycles = [walk.turn(latency, max(resident, 1)) for walk in walks]
-    together = sum(each * turns for each, turns in zip(cycles, step.turns, strict=False))
+    together = sum(per_turn * turns for per_turn, turns in zip(cycles, step.turns, strict=False))
     alone = [walk.turn(latency) for walk in walks]
     longest = max(sum(map(float.__mul__, alone, map(float, turns))) for turns in step.programs)
     return max(together / (MULTIPROCESSORS * resident), longest) / CLOCK

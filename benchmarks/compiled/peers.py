@@ -1,4 +1,4 @@
-"""Compares our Triton kernels with those of other projects, all compiled and read in the same way.
+"""Compares the machine code of our Triton kernels with that of other projects' kernels, compiled in the same way.
 
     python -m benchmarks.compiled.peers [--cases NAME ...] [--folder FOLDER] [--json FILE]
 
@@ -39,13 +39,13 @@ SHOWN = (
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """The kernels of one project for a case."""
+    """The kernels that one project launches for a case."""
 
     who: str
     busy: dict[str, float]  # seconds for which each kind of unit is busy
     waiting: dict[float, float]  # latency of memory in cycles -> seconds in total
     main: Walk  # the loop that takes most of the time
-    resident: float  # programs of its kernel that a multiprocessor runs at the same time
+    resident: float  # programs of this loop's kernel that a multiprocessor runs at the same time
     launches: tuple[Launched, ...]
 
     @property
@@ -54,7 +54,7 @@ class Side:
 
 
 def side_of(who: str, pairs: Iterable[recorded.Recorded], least: float) -> Side:
-    """Read all kernels of a case. `least` is the time that memory takes for the needed bytes."""
+    """The compiled kernels of a case. `least` is the time in which memory can move the needed bytes."""
     busy: dict[str, float] = {}
     waiting = dict.fromkeys(LATENCIES, 0.0)
     launched, mains = [], []
@@ -64,7 +64,7 @@ def side_of(who: str, pairs: Iterable[recorded.Recorded], least: float) -> Side:
         if not step.turns:
             continue
         walks = pipelines.walks(launch)
-        if len(walks) != len(step.turns):  # the iterations are counted for one loop only: take the largest
+        if len(walks) != len(step.turns):  # iterations are known for one loop only; assume the largest
             walks = [max(walks, key=lambda walk: dict(walk.busy)["instructions"])]
         loops.keep_busy(busy, step, walks)
         for latency in LATENCIES:
@@ -91,7 +91,7 @@ def ours(name: str, least: float) -> Side:
 
 
 def compared(name: str, folder: Path) -> list[Side]:
-    """Our kernels for a case, then those of each peer that takes it. Empty if no peer does."""
+    """Our kernels for a case, then those of each peer that accepts the case. Empty if no peer accepts it."""
     registry.FOLDER = folder
     case = catalogue.find(name)
     least = case.needed_bytes() / H200.memory
@@ -111,7 +111,7 @@ HEAD = (
 def lines_of(name: str, sides: Sequence[Side]) -> str:
     """The table lines of one case.
 
-    The last two columns are at the longer latency: modelled time relative to ours, bandwidth relative to ours.
+    The last two columns compare a side with ours at the longer latency: its modelled time, and its bandwidth.
     """
     text, slow = "", LATENCIES[-1]
     for side in sides:

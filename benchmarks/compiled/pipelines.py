@@ -1,12 +1,12 @@
-"""How well the loops of compiled kernels keep memory busy: buffers, waits, resident programs and bandwidth.
+"""Reports how well the loops of compiled kernels keep memory busy: buffers, waits, resident programs, bandwidth.
 
     python -m benchmarks.compiled.pipelines [--cases NAME ...] [--kernels NAME ...] [--tile FIELD=VALUE ...] [--json F]
 
 `loops.py` counts how long units are busy, so it does not notice a loop that waits for its keys right after it has
 requested them. This command compiles every kernel with matrix products for Hopper and reads each of its inner loops:
 the buffers in Triton's intermediate form (`staging.py`), the waits in the machine code, the number of programs that
-fit a multiprocessor (`hopper.py`), the bytes that these have in flight, and the time of an iteration in which each
-instruction waits for its operands (`scoreboard.py`). From these follows the bandwidth that the loop can reach at a
+fit a multiprocessor (`hopper.py`), the bytes that these programs have in flight, and the time of an iteration in which
+each instruction waits for its operands (`scoreboard.py`). Together they give the bandwidth that the loop can reach at a
 given latency of memory. The model is good for ratios between loops; docs/predictions.md says how far measurements may
 differ from it.
 
@@ -32,7 +32,7 @@ from benchmarks.roofline.model import H200
 from ragged_attention import dispatch
 from ragged_attention.tools.samples import device_of
 
-LEAST_BLOCKS = 2  # the blocks that a decode loop must have in flight when it waits for the first of them
+LEAST_BLOCKS = 2  # a decode loop that waits for a block must have this number of blocks in flight, including that block
 # The kernels that read many keys for few rows, so that memory limits them.
 DECODING = ("split_kernel", "latent_kernel")
 
@@ -51,16 +51,16 @@ class Walk:
     programs: int  # resident programs per multiprocessor
     buffers: tuple[str, ...]
     stages: int | None  # blocks of keys that the buffers hold
-    least_wait: int | None  # groups of copies that the strictest wait leaves in flight
+    least_wait: int | None  # groups of copies still in flight after the strictest wait
     copied: int  # bytes of keys and values per iteration
-    in_flight: int  # the most bytes that a program has in flight before it waits
+    in_flight: int  # the most bytes that a program has in flight when it starts a wait
     chain: float  # cycles of an iteration of a single program if memory had no latency
     turns: tuple[tuple[float, float], ...]  # (latency of memory in cycles, cycles of an iteration of a single program)
     busy: tuple[tuple[str, float], ...]  # (unit, cycles per iteration for which it is busy)
 
     @property
     def blocks(self) -> float:
-        """The blocks of keys that are in flight when the loop waits for the first of them."""
+        """The number of blocks of keys in flight when the loop waits for a block, including that block."""
         return self.in_flight / self.copied if self.copied else 0.0
 
     @property
@@ -82,7 +82,7 @@ class Walk:
 
 
 def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> list[Walk]:
-    """The inner loops of the kernel of a launch, compiled for Hopper."""
+    """The inner loops of a launch's kernel, compiled for Hopper."""
     compiled = compiling.compiled_by_triton(launch, ARCH)
     code, shared = compiling.machine_code(compiled), int(compiled.metadata.shared)
     loops = sass.multiplying_loops(sass.instructions_of(code.listing))
@@ -108,7 +108,7 @@ def walks(launch: compiling.Launch, latencies: Sequence[float] = LATENCIES) -> l
 
 
 def launches_of(name: str, tile: Mapping[str, Any] | None = None, arch: str = ARCH) -> Iterator[compiling.Launch]:
-    """The launches of a case with matrix products, without repeated code.
+    """The launches of a case's kernels with matrix products. Launches with equal code occur once.
 
     `tile` overrides fields of the heuristic's tile.
     """
@@ -135,7 +135,7 @@ def read_case(name: str, kernels: Sequence[str] = (), tile: Mapping[str, Any] | 
 def selected_launches(
     name: str, kernels: Sequence[str], tile: Mapping[str, Any] | None, arch: str = ARCH
 ) -> Iterator[compiling.Launch]:
-    """The launches of the named kernels of a case, or by default of all kernels that have work."""
+    """The launches of a case's kernels with the given names, or by default of all kernels that have work."""
     idle = idle_kernels(name)
     launches = launches_of(name, tile, arch)
     return (one for one in launches if (one.name in kernels if kernels else one.name not in idle))
@@ -159,7 +159,7 @@ HEAD = (
 
 
 def label(loop: Any) -> str:
-    """The name of a loop's kernel, with the number of the loop unless it is the first."""
+    """The name of a loop's kernel. The number of the loop follows, except for the first loop."""
     return loop.kernel if loop.loop == 0 else f"{loop.kernel}, loop {loop.loop}"
 
 
@@ -209,7 +209,7 @@ def parse_choice(parser: argparse.ArgumentParser, argv: Sequence[str] | None) ->
     parser.add_argument("--cases", "--case", nargs="+", help="only these cases; nothing is written")
     parser.add_argument("--kernels", nargs="+", default=[], help="only kernels with these names")
     parser.add_argument(
-        "--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="fields that replace those of the heuristic's tile"
+        "--tile", nargs="+", default=[], metavar="FIELD=VALUE", help="fields to change in the heuristic's tile"
     )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes")
     options = parser.parse_args(argv)

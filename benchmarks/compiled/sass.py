@@ -1,6 +1,6 @@
 """Reads NVIDIA machine code: the registers, memory and instructions of kernels and of their inner loops.
 
-The disassembler is the one that comes with Triton, or else the one on PATH. No GPU is needed.
+The disassembler comes with Triton. Without Triton, it is the one on PATH. No GPU is needed.
 """
 
 import collections
@@ -42,7 +42,7 @@ LINE = re.compile(
     r"(?:\s*/\* 0x[0-9a-f]{16} \*/\s+/\* 0x([0-9a-f]{16}) \*/)?",
     re.MULTILINE,
 )
-CONTROL = 41  # the first bit of the second word that controls when the instruction is issued
+CONTROL = 41  # the first of the bits of the second word that control when the instruction is issued
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def body_type(signature: str) -> str:
 
 
 def count(code: Sequence[Instruction]) -> Counts:
-    """The counts of a piece of code."""
+    """The number of instructions in a piece of code, by kind."""
     names = collections.Counter(line.name for line in code)
     products: collections.Counter[str] = collections.Counter()
     for name, number in names.items():
@@ -188,7 +188,7 @@ def count(code: Sequence[Instruction]) -> Counts:
     }
     loads: collections.Counter[int] = collections.Counter()
     for name, number in names.items():
-        # Words loaded beside copies to shared memory are no elements, but page numbers and slots (also for masks).
+        # In code that copies to shared memory, loads of one word fetch page numbers and slots, not elements.
         lookup = kinds["LDGSTS"] and name.startswith("LDG.") and load_width(name) == 4
         if re.match(r"LDG(?:STS)?\b", name) and not lookup:
             loads[load_width(name)] += number
@@ -209,21 +209,22 @@ def load_width(name: str) -> int:
 
 # The rates of a Hopper multiprocessor per cycle.
 PRODUCTS = 2048  # 16-bit multiply-adds by HGMMA
-WARPGROUPWISE = {"HGMMA": 2, "QGMMA": 1}  # bytes per element; products of 1-byte elements are twice as fast
-# the fraction of that rate which HMMA reaches; not from a datasheet, but the best of kernels without HGMMA
+WARPGROUPWISE = {"HGMMA": 2, "QGMMA": 1}  # bytes per element; products of 1-byte elements have twice the rate
+# The fraction of PRODUCTS that HMMA reaches. No datasheet gives it; it is the best measured for kernels without HGMMA.
 WARPWISE = 0.63
 HMMA_SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 SHARED = 128  # bytes read from or written to shared memory
 ISSUED = 4  # warp instructions
 SPECIAL = 16  # exponentials and similar functions
-# Instructions of that unit. NVIDIA's assembler keeps single conversions of a warp 8 cycles apart, like exponentials.
+# Instructions of the unit for special functions. Conversions belong to it: NVIDIA's assembler issues those of a warp 8
+# cycles apart, as it does with exponentials.
 SPECIALS = ("MUFU", "F2F", "F2I", "I2F")
 
 
 def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
     """The cycles for which `num_warps` warps with these instructions keep each unit of a Hopper multiprocessor busy.
 
-    The largest is a lower bound for the code. Waits are not included.
+    The largest of these numbers is a lower bound for the time of the code. Waits are not included.
     """
     products, read, special = 0.0, 0, 0
     for line in lines:
@@ -255,12 +256,15 @@ def cycles(lines: Sequence[Instruction], num_warps: int) -> dict[str, float]:
 
 
 def working_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops that compute products or fill shared memory in step with others, ordered by address."""
+    """The innermost loops of producers and consumers (`_works`), ordered by address."""
     return _innermost(code, _works)
 
 
 def multiplying_loops(code: Sequence[Instruction]) -> list[list[Instruction]]:
-    """The innermost loops with matrix products, or with scalar ones if the kernel has no others, ordered by address."""
+    """The innermost loops with matrix products, ordered by address.
+
+    If the kernel has no matrix products, they are its loops with scalar products.
+    """
     matrices = any(count(code)[kind] for kind in MATRIX)
     return _innermost(code, _multiplies_matrices if matrices else _multiplies)
 
@@ -279,9 +283,9 @@ def _innermost(code: Sequence[Instruction], works: Callable[[Counts], object]) -
 
 
 def _works(counts: Counts) -> bool:
-    """Whether a loop does the kernel's main work.
+    """Whether a loop does the kernel's main work: it waits at mbarriers, and computes products or copies keys.
 
-    Work that no barrier waits for happens once, before or after the loop.
+    Loops without an mbarrier only prepare or finish the work.
     """
     copies = counts["UTMALDG"] or counts["LDGSTS"] or counts["UBLKCP"] or (counts["LDG"] and counts["STS"])
     return bool(counts["mbarrier"] and (counts["HGMMA"] or counts["HMMA"] or copies))
@@ -292,7 +296,7 @@ def _multiplies_matrices(counts: Counts) -> bool:
 
 
 def _multiplies(counts: Counts) -> bool:
-    """Whether the loop consists mainly of scalar products. Other loops have a few of them too."""
+    """Whether scalar products are more than a quarter of the loop. Other loops have a few of them too."""
     return 4 * counts["FFMA"] > counts.instructions
 
 
@@ -323,7 +327,10 @@ def _conditional(line: Instruction) -> bool:
 
 
 def natural_loops(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
-    """The natural loops of a flow graph: each back edge's dominating head, its source, and all blocks between them."""
+    """The natural loops of a flow graph, as sets of blocks.
+
+    A back edge leads to a block that dominates its source. Its loop is both blocks and all blocks between them.
+    """
     order = sorted(edges)
     before: dict[int, set[int]] = {block: set() for block in order}
     for block, leads in edges.items():

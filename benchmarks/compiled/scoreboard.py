@@ -3,8 +3,8 @@
 `sass.cycles` says how long units are busy, but does not include waits. The machine code shows the waits: each NVIDIA
 instruction has control bits with the cycles until the next instruction may issue, the barrier (one of six) that its
 result sets, the barrier that is set once its operands are read, and the barriers that it waits for. Copies to shared
-memory form groups (LDGDEPBAR) on such a barrier, and `DEPBAR.LE SB0, n` waits until at most n groups are in flight. So,
-given latencies for instructions without a fixed one, this module issues a loop as a warp would, with all warps of the
+memory form groups (LDGDEPBAR) on such a barrier, and `DEPBAR.LE SB0, n` waits until at most n groups are in flight. For
+instructions without a fixed latency, this module assumes one. It issues a loop as a warp would, with all warps of the
 program in step, until every iteration takes the same time.
 
 The latencies are rounded from published measurements on Hopper. The caller gives the latency of memory: 1000 to 1500
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from benchmarks.compiled import sass
 from benchmarks.compiled.sass import Instruction
 
-# Latencies in cycles, from when the unit has accepted an instruction until its result is ready.
+# Latencies in cycles. They begin when the unit has accepted an instruction, and end when its result is ready.
 SHARED_LATENCY = 26
 SPECIAL_LATENCY = 18
 MATRIX_LATENCY = 30  # of HGMMA; the latency of HMMA is in the control bits
@@ -27,7 +27,11 @@ OTHER_LATENCY = 20
 READ_LATENCY = 10  # until operands are read
 BARRIER = 22  # of a barrier for all warps of a program
 L2_LATENCY = 300  # of loads of page numbers, slots and lengths
-INDEX = {"LDGSTS": 4, "LDG": 8, "LD": 8}  # the most bytes per thread of a load that counts as such an index load
+INDEX = {
+    "LDGSTS": 4,
+    "LDG": 8,
+    "LD": 8,
+}  # the most bytes per thread of a load that counts as a load of page numbers, slots or lengths
 WARM_UP, MEASURED = 8, 8  # iterations
 NO_BARRIER = 7
 
@@ -54,11 +58,11 @@ def control_of(bits: int) -> Control:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """One iteration of a loop: its cycles, the most bytes in flight at a wait for memory, and its strictest wait."""
+    """One iteration of a loop."""
 
     cycles: float
-    in_flight: int  # bytes
-    least_wait: int | None  # copy groups that the strictest wait leaves in flight; None if there are no groups
+    in_flight: int  # the most bytes in flight at a wait for memory
+    least_wait: int | None  # copy groups still in flight after the strictest wait; None if no wait is for groups
 
 
 @dataclasses.dataclass
@@ -82,7 +86,7 @@ class Program:
         self.in_flight, self.least_wait = 0, None
 
     def issue(self, line: Instruction, control: Control, unit: str, busy: float, latency: float) -> None:
-        """Wait as the instruction requires, give it to its unit, and advance the time."""
+        """Wait for the barriers of the instruction, occupy its unit, and advance the time."""
         for index in control.waits:
             self._wait(index)
         kind = line.name.partition(".")[0]
@@ -118,10 +122,10 @@ class Program:
         """Wait until at most `left` operations of a barrier are in flight."""
         pending = self.barriers[index]
         number = max(len(pending) - left, 0)
-        if any(one.size for one in pending[:number]):
-            every = sum(one.size for barrier in self.barriers for one in barrier)
-            self.in_flight = max(self.in_flight, every + self.copies.size)
-        self.now = max([self.now, *(one.done for one in pending[:number])])
+        if any(operation.size for operation in pending[:number]):
+            total = sum(operation.size for barrier in self.barriers for operation in barrier)
+            self.in_flight = max(self.in_flight, total + self.copies.size)
+        self.now = max([self.now, *(operation.done for operation in pending[:number])])
         del pending[:number]
 
     def _wait_for_groups(self, line: Instruction) -> None:
@@ -143,9 +147,9 @@ def keys_of(line: Instruction) -> int:
 
 
 def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
-    """The unit that an instruction of all warps occupies, the cycles for which it does, and the latency after that.
+    """(unit, cycles for which all warps' instruction occupies it, latency after these cycles).
 
-    The unit is "" for an instruction with its own place in the pipeline, whose latency is in its control bits.
+    The unit is "" for an instruction that never waits for a unit.
     """
     kind, *modifiers = line.name.split(".")
     busy = sass.cycles([line], num_warps)
@@ -165,7 +169,7 @@ def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
 
 
 def turn(lines: Sequence[Instruction], num_warps: int, memory: float) -> Turn:
-    """The steady state of an iteration, at a latency of memory in cycles."""
+    """The steady state of an iteration. `memory` is the latency of memory in cycles."""
     program = Program(num_warps, memory)
     steps = [(line, control_of(line.control or 0), *use(line, num_warps)) for line in lines]
     times = []

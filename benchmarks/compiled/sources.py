@@ -14,7 +14,7 @@ from typing import Any
 
 @functools.cache
 def text_of(kernel: Any) -> str:
-    """The source of a Triton kernel and of every Triton function that it calls, with the constants that they read."""
+    """The source of a Triton kernel and of all Triton functions that it calls, with the constants that they read."""
     functions = functions_of(kernel)
     constants = {
         f"{function.__name__}: {name} = {text}"
@@ -26,7 +26,7 @@ def text_of(kernel: Any) -> str:
 
 
 def functions_of(kernel: Any) -> list[Any]:
-    """The kernel and the functions that it calls, even indirectly, in order of first use, except Triton's own."""
+    """The kernel and all functions that it calls, also indirectly, in order of first use. Triton's own are left out."""
     found = [kernel]
     for function in found:  # the list grows during the loop
         called = [value for _, value in _read(function) if hasattr(value, "cache_key")]

@@ -1,8 +1,8 @@
 """The buffers and waits with which a loop loads keys, read from Triton's GPU IR (TTGIR).
 
 `ttg.local_alloc : () -> memdesc<2x64x128xbf16>` allocates two blocks of 64 rows and 128 columns, and `ttg.async_wait
-{num = 3}` waits until at most three groups of copies are in flight. Machine code has the waits too, but no longer shows
-what its shared memory is used for.
+{num = 3}` waits until at most three groups of copies are in flight. Machine code has the waits too, but does not show
+what shared memory is used for.
 """
 
 import dataclasses
@@ -39,12 +39,12 @@ class Staging:
     """The buffers and waits of one innermost loop with products."""
 
     buffers: tuple[Buffer, ...]  # buffers of keys and values
-    waits: tuple[int, ...]  # copy groups that each wait in the loop leaves in flight
-    settled: tuple[int, ...]  # wgmma products that each wait in the loop leaves in flight
+    waits: tuple[int, ...]  # for each wait for copies in the loop: the copy groups still in flight after it
+    settled: tuple[int, ...]  # for each wait for wgmma in the loop: the products still in flight after it
 
     @property
     def stages(self) -> int | None:
-        """The fewest blocks that any operand's buffer holds. None if nothing is copied to buffers."""
+        """The number of blocks in the smallest buffer of an operand. None if nothing is copied to buffers."""
         return min((buffer.stages for buffer in self.buffers), default=None)
 
 
@@ -61,7 +61,10 @@ def read(ttgir: str) -> list[Staging]:
 
 
 def _buffers(before: str, body: str) -> tuple[Buffer, ...]:
-    """The buffers defined before a loop and used in it, directly or, with one stage, through a view made before it."""
+    """The buffers that are defined before a loop and used in it.
+
+    A buffer with one stage may be used through a view that is also defined before the loop.
+    """
     depth = _indentation(body.splitlines()[0])
     held: dict[str, tuple[str, Buffer]] = {}
     for line in before.splitlines():

@@ -1,9 +1,9 @@
-"""Compiles every Pallas kernel for every kind of TPU, beside JAX's own kernels, and tabulates the cost of their code.
+"""Compiles our Pallas kernels and JAX's own for every kind of TPU, and tabulates the cost of their code.
 
     python -m benchmarks.compiled.tpu_compile [--targets v6e ...] [--only NAME] [--options JSON] [--jobs N]
 
-The command needs no TPU, but it needs the TPU compiler. That is the package libtpu, which is closed source and which
-nothing else here depends on. `make tpu-compile` installs it into a virtual environment of its own. Without options the
+The command needs no TPU, but it needs the TPU compiler. That is the package libtpu, which is closed source. Nothing
+else here depends on it, so `make tpu-compile` installs it into a separate virtual environment. Without options the
 command writes docs/tpu_compile.md. It fails if a kernel of ours does not compile.
 """
 
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def find(name: str, options: Mapping[str, Any]) -> Traceable:
-    """The case, or the JAX kernel, with this name. `options`, if not empty, replace the case's own."""
+    """The case, or the JAX kernel, with this name. If `options` are not empty, they replace those of the case."""
     if name in PEERS:
         return tpu_peers.traceable(PEERS[name])
     case = tpu_cases.find(name)
@@ -90,7 +90,10 @@ def find(name: str, options: Mapping[str, Any]) -> Traceable:
 
 
 def names(target: str, only: str = "") -> list[str]:
-    """The names of our cases, then of JAX's: those that match `only` by name or operation, by default those shown."""
+    """The names of our cases, then of JAX's, whose name contains `only` or whose operation is `only`.
+
+    Without `only`, they are the names of the cases that the page shows.
+    """
     every = {case.name: case.operation for case in tpu_cases.CASES}
     every |= {name: case.operation for name, case in PEERS.items()}
     if only:
@@ -100,7 +103,7 @@ def names(target: str, only: str = "") -> list[str]:
 
 
 def environment(dumps: str) -> dict[str, str]:
-    """Environment variables for the compiler: do not look for TPUs, and where to write dumps."""
+    """Environment variables for the compiler, so that it does not look for TPUs and writes its dumps to `dumps`."""
     return {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -113,7 +116,7 @@ def environment(dumps: str) -> dict[str, str]:
 
 @functools.cache
 def _mesh(target: str) -> Any:
-    """One device of a described machine, which need not exist."""
+    """A mesh of one TPU of the kind `target`, described to the compiler without hardware."""
     import jax
     from jax.experimental import topologies
 
@@ -159,7 +162,7 @@ def _start_worker(settings: dict[str, str]) -> None:
 
 
 def _pool(dumps: str) -> concurrent.futures.ProcessPoolExecutor:
-    """A pool of one process. If the compiler kills it, the next case gets a new pool."""
+    """A pool of one process. If the compiler crashes the process, the next case gets a new pool."""
     context = multiprocessing.get_context("spawn")
     return concurrent.futures.ProcessPoolExecutor(1, context, _start_worker, (environment(dumps),))
 
@@ -183,7 +186,7 @@ def compile_on(target: str, cases: Sequence[str], timeout: float, options: Mappi
 
 
 def _kill(pool: concurrent.futures.ProcessPoolExecutor) -> None:
-    """End a pool at once, since its process may hang."""
+    """Kill the process of a pool instead of waiting for it, since it may hang."""
     for process in (getattr(pool, "_processes", None) or {}).values():
         process.kill()
     pool.shutdown(wait=True, cancel_futures=True)
@@ -240,7 +243,7 @@ def rows(outcome: Outcome) -> list[tuple[str, ...]]:
 
 
 def failures(outcomes: Sequence[Outcome]) -> list[str]:
-    """Our own cases that do not compile, one line each."""
+    """One line for each of our cases that does not compile."""
     return [f"{one.target} {one.case}: {one.error}" for one in outcomes if one.error and one.case not in PEERS]
 
 
@@ -279,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     about = (__doc__ or "").partition("\n")[0]
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compiled.tpu_compile", description=about)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), help="kinds of TPU (default: all)")
-    parser.add_argument("--only", default="", help="cases whose name or operation contains this")
+    parser.add_argument("--only", default="", help="only cases whose name contains this or whose operation is this")
     parser.add_argument(
         "--jobs", type=int, default=min(len(TARGETS), os.cpu_count() or 1), help="kinds of TPU compiled at a time"
     )

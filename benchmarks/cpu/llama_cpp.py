@@ -1,8 +1,8 @@
 """llama.cpp's flash attention on a CPU, from the library of `ggml-python`.
 
-Each sequence has its keys and values in one contiguous piece, with the heads first: the kernel is faster in this order
-than in llama.cpp's own. They are float16 if ours are bfloat16, which is llama.cpp's default; over bfloat16 the kernel
-is slower.
+The keys and values of a sequence are contiguous, with the heads first. The kernel is faster in this order than in
+llama.cpp's own. If our cache is bfloat16, llama.cpp's is float16. That is its default, and its kernel is slower over
+bfloat16.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def _library() -> Any:
 
 
 class _Graph:
-    """The calls of a step, with the tensors that they read. The ggml context is never freed."""
+    """A ggml graph with the calls of a step. It keeps their tensors alive, and never frees the ggml context."""
 
     def __init__(self) -> None:
         self.library = _library()
@@ -106,7 +106,7 @@ def attention(
 def latent_decode(
     q: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor, scale: float
 ) -> dict[str, Callable[[], torch.Tensor]]:
-    """Latent attention by the same function. The values are the first 512 columns of the keys."""
+    """Latent attention by llama.cpp's flash attention. The values are the first 512 columns of the keys."""
     if _library() is None:
         return {}
     latents = [_stored(cache[pages.long()].flatten(0, 1)[:keys, None]) for pages, keys in zip(table, lens, strict=True)]

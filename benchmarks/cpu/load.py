@@ -1,14 +1,14 @@
-"""Time decodes on a CPU under other load: how much of their speed remains while others want the same CPUs.
+"""Time decodes on a CPU under other load: how much slower are they while other threads use the same CPUs?
 
     python -m benchmarks.cpu.load [--threads 2] [--seconds 1] [--loads busy,product] [--save]
 
-A load is another process that runs all the time, another thread of this process, or work by torch before each call,
-whose threads spin for a while afterwards. Each contender runs alone under each load for some seconds. The result is the
-mean, because a median says little here: a call takes its usual time as long as the system leaves it its CPUs, and some
-milliseconds longer otherwise. If a process occupies one of two CPUs, a fair share means at most twice the time of an
-idle machine. Everything is measured with OpenMP's default settings for threads, and in a second process with threads
-that hardly spin. Nothing else should run meanwhile; the last column shows how many CPUs other processes have used. With
---save the results go to benchmarks/results, and as tables to docs/cpu_measured.md.
+A load is another process that runs all the time, another thread of this process, or work before each call, such as
+products by torch, whose threads spin for a while afterwards. Each contender runs alone under each load for some
+seconds. The result is the mean, because a median says little here: most calls take their usual time, and a call that
+loses a CPU takes some milliseconds longer. If a process occupies one of two CPUs, a fair scheduler at most doubles the
+time of an idle machine. Everything is measured with OpenMP's default settings for threads, and in a second process with
+threads that hardly spin. Nothing else should run meanwhile. The last column shows how many CPUs other processes have
+used. With --save the results go to benchmarks/results, and as tables to docs/cpu_measured.md.
 """
 
 import argparse
@@ -41,7 +41,7 @@ PEERS = ("vllm", "sdpa", "eager")
 IDLE = "idle"
 SETTINGS: dict[str, dict[str, str]] = {"by default": {}, "with GOMP_SPINCOUNT=1000": {"GOMP_SPINCOUNT": "1000"}}
 STARTING = 3.0  # seconds until a load counts as running
-# A load ends when its parent process ends, however that happens.
+# A load ends with its parent process, even if that process is killed.
 HEADER = "import os, sys\nparent = os.getppid()\ndef goes_on(): return os.getppid() == parent\n"
 TORCH = HEADER + "import torch\ntorch.set_num_threads(int(sys.argv[1]))\n"
 TRAINING = """
@@ -56,7 +56,7 @@ while goes_on():
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """A kind of load: a program for another process, a thread of this one, or work before each call."""
+    """A kind of load: a program for another process, a thread of this process, or work before each call."""
 
     name: str
     what: str
@@ -107,10 +107,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured_with(setting: Mapping[str, str], argv: Sequence[str] | None) -> list[dict[str, Any]]:
-    """The results of a process whose OpenMP library has a setting. The library reads it once, when it is loaded."""
+    """The results of a new process with this setting for OpenMP, which reads its settings only when it is loaded."""
     command = [sys.executable, "-m", "benchmarks.cpu.load", "--here", *(sys.argv[1:] if argv is None else argv)]
-    found = subprocess.run(command, env=unset() | dict(setting), stdout=subprocess.PIPE, check=True)
-    return json.loads(found.stdout)
+    done = subprocess.run(command, env=unset() | dict(setting), stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout)
 
 
 def unset() -> dict[str, str]:
@@ -128,9 +128,9 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def named_contenders(case: Paged, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
-    """The named contenders of a case that are installed."""
-    found = case.contenders()
-    return {name: found[name] for name in names if name in found}
+    """The contenders of a case that are in `names` and installed."""
+    installed = case.contenders()
+    return {name: installed[name] for name in names if name in installed}
 
 
 def beside(
@@ -149,7 +149,7 @@ def beside(
 
 @contextlib.contextmanager
 def running(load: Load, threads: int) -> Iterator[int | None]:
-    """A context in which a load runs. It yields the id of the load's process, if there is one."""
+    """A context in which a load runs. It yields the id of the load's process, or None if the load has no process."""
     if load.program:
         command = [sys.executable, "-c", load.program, str(threads)]
         with subprocess.Popen(command, env=unset()) as process:
@@ -192,7 +192,7 @@ def mean_of(function: Callable[[], Any], before: Callable[[], Any] | None, secon
 
 
 def others(process: int | None) -> float:
-    """The CPU seconds since boot of all processes except this one and the load's. It is 0 if unknown."""
+    """The CPU seconds since boot of all processes except this process and the load's, or 0 if unknown."""
     total = Path("/proc/stat")
     if not total.exists():
         return 0.0
@@ -206,7 +206,7 @@ def others(process: int | None) -> float:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown table: our milliseconds, and each contender's time relative to the idle machine."""
+    """A Markdown table: our milliseconds, and each contender's time relative to its time on the idle machine."""
     idle, lines = rows[0]["milliseconds"], []
     heads = ["beside"]
     for case in CASES:
@@ -222,7 +222,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def report(record: Mapping[str, Any]) -> str:
-    """The tables, with the machine and versions that they were measured on."""
+    """The tables, and the machine and versions with which they were measured."""
     about = f"{record['threads']} threads of {record['cpu']}, torch {record['torch']}, {record['date']}, "
     parts = [f"Measured on {about}commit {record['commit']}.\n"]
     parts += [f"\nOpenMP's threads {name}:\n\n{table(rows)}" for name, rows in record["runs"].items()]

