@@ -80,7 +80,7 @@ def blocks_in(call, columns):
 
 @compiled
 def range_of(call, seq, first, stop):
-    """The end of the token range that begins at `first`, its tokens' first key, and the most columns that one sees."""
+    """The end of the token range from `first` on, its tokens' first key, and the most columns that a token sees."""
     base, longest = seen_by(call, seq, first, stop)
     last = first + 1
     while last < min(stop, first + call.block_q):

@@ -110,7 +110,7 @@ def _from_e4m3fnuz(builder: Any, codes: Any) -> Any:
         value = builder.fmul(_from_half(builder, _shifted_to_half(builder, codes)), constant(FLOATS, 128.0))
     else:
         value = _from_bits(builder, codes, 8, 3, 8, 0x80)
-    nan = builder.icmp_unsigned("==", codes, constant(codes.type, 0x80))  # the code of -0 in other formats
+    nan = builder.icmp_unsigned("==", codes, constant(codes.type, 0x80))  # NaN; -0 in other formats
     return builder.select(nan, constant(FLOATS, np.nan), value)
 
 

@@ -445,7 +445,7 @@ def score_keys(call, tile, unit, rows):
 
 @compiled
 def clear_unseen(call, tile, unit):
-    """Write minus infinity to those of the unit's columns that a token does not see."""
+    """Write minus infinity to the unit's columns that a token does not see."""
     seq, first = unit.seq, unit.first
     low, high = unit.low, min(unit.high, call.columns)
     _, stop = tokens_of(call, seq)

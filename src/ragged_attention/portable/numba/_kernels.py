@@ -5,7 +5,7 @@ returns their number, or NO_MEMORY; it may allocate one block of memory for all 
 `work`, which runs programs until none is left; results do not depend on which thread runs a program. A thread that
 finds no memory for its work runs no program.
 
-A third kind of function, a branch (`_branches`), is called by the other two for work that few calls need.
+A third kind of function, a branch (`_branches`), is called by `plan` and `work` for work that few calls need.
 
 Calls from torch run on torch's own threads, since a second pool would compete with them for the CPUs. In a forked
 process, which has lost the threads of OpenMP, or if torch does not use libgomp, each call starts its own threads. Calls

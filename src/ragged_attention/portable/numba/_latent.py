@@ -244,7 +244,7 @@ def list_next(call, tile, unit, head, first, count, length):
 
 @inlined
 def table_size(call):
-    """The number of entries of the table for `repeats_a_key`: a power of two, twice as many as the lists may name."""
+    """The number of entries of the table for `repeats_a_key`: a power of two, at least twice the keys in the lists."""
     size = 64
     while size < 2 * (call.length + call.extra_length):
         size *= 2

@@ -75,7 +75,7 @@ def count_keys(call, first, last, kv_len):
 
 @compiled
 def position_of(call, first, last, kv_len, number):
-    """The position of key `number` of those that `count_keys` counts."""
+    """The position of the key with index `number` among the keys that `count_keys` counts."""
     position = 0
     while position < kv_len:
         begin, position, _ = next_span(call, first, last, kv_len, position, call.block_kv)

@@ -29,7 +29,7 @@ def read_named(call, tile, head, named, base, first, stop, packed):
 
 @compiled
 def prefetch_named(call, head, named, base, first, stop, packed):
-    """Prefetch those of the keys [first, stop) that any query names; see `read_named`."""
+    """Prefetch the keys of [first, stop) that any query names; see `read_named`."""
     size = size_of(call.q_format)
     position = _selected.next_key(call, named, base, first, stop)
     while position < stop:
@@ -43,7 +43,7 @@ def prefetch_named(call, head, named, base, first, stop, packed):
 
 @compiled
 def list_own(call, tile, token, bounds, row, base, first, stop, kv_len):
-    """List those of the keys [first, stop) that a token sees within its bounds; returns their number.
+    """List the keys of [first, stop) that a token names and sees within its bounds; returns their number.
 
     `row` is the token's row of a table whose first block is `base`.
     """

@@ -147,7 +147,7 @@ class Fields:
 
 @compiled
 def claimed(address):
-    """Yield indices of programs, each to one thread only, until none is left; `address` is that of the record."""
+    """Yield indices of programs, each in a single thread, until none is left; `address` is the record's address."""
     index, num_programs = add_to(address + 8 * CLAIMED, 1), int_at(address, NUM_PROGRAMS)
     while index < num_programs:
         yield index

@@ -342,7 +342,7 @@ def _pairs_of_two_values(prepare: Any, pairs_at: Any, expand_pair: Any) -> Any:
 
     @compiled
     def pair_values(tile, side, columns, key, first, second):
-        """Write the pairs of two values, of which one or both may be zeros; returns the largest of their scales."""
+        """Write the pairs of two values, of which one or both may be zeros; returns their largest scales by lane."""
         # The zeros of a missing value may become other numbers, but its weight is 0.
         scales, others = int_at(tile.v_scales, key), int_at(tile.v_scales, key + 1)
         both, row = first != tile.zeros and second != tile.zeros, tile.v + 2 * key * tile.v_width

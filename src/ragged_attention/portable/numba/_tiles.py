@@ -18,10 +18,10 @@ paired tile subtracts the nearest such integer from the codes, and `k_rests` and
 changes a logit in proportion to the sum of the query's columns, which `q_sums` has for each row.
 
 The lists whose names begin with `next` have the next keys. While the current keys are multiplied, `ahead` rows of
-`k_bytes` at the addresses `coming`, and as many of `v_bytes` at `coming_values`, are prefetched one by one, so that
-memory is never idle. These are the rows of the next keys, or a part of the next tile's rows for all of a program's
-heads (`_paged_heads`). If the scales of latents are stored apart from their rows, `scale_bytes` bytes of scales are
-prefetched instead of values.
+`k_bytes` bytes at the addresses `coming`, and `ahead` rows of `v_bytes` bytes at the addresses `coming_values`, are
+prefetched one by one, so that memory is never idle. These are the rows of the next keys, or a part of the next tile's
+rows for all of a program's heads (`_paged_heads`). If the scales of latents are stored apart from their rows,
+`scale_bytes` bytes of scales are prefetched instead of values.
 
 The rows of logits, transposed keys and values are one vector longer than necessary: if their stride were a power of
 two, the rows that are multiplied together would compete for few sets of the L1 cache.
@@ -246,7 +246,7 @@ def prefetch_rows_early(sources, first, stop, size):
 
 @inlined
 def prefetch_keys(tile, first, stop):
-    """Prefetch those of the coming keys that are in [first, stop)."""
+    """Prefetch the coming keys [first, stop), as far as there are any."""
     prefetch_rows(tile.coming, first, min(stop, tile.ahead), tile.k_bytes)
     if tile.scale_bytes:
         prefetch_rows(tile.next_v_sources, first, min(stop, tile.ahead), tile.scale_bytes)
@@ -254,13 +254,13 @@ def prefetch_keys(tile, first, stop):
 
 @inlined
 def prefetch_values(tile, first, stop):
-    """Prefetch those of the coming values that are in [first, stop)."""
+    """Prefetch the coming values [first, stop), as far as there are any."""
     prefetch_each(tile.coming_values, first, min(stop, tile.ahead), tile.v_bytes)
 
 
 @inlined
 def expect_next(tile, count):
-    """Make the `count` next keys and their values those that are prefetched while the current ones are multiplied."""
+    """Let the products with the current keys prefetch the `count` next keys and their values."""
     tile.coming, tile.coming_values, tile.ahead = tile.next_sources, tile.next_v_sources, count
 
 
@@ -405,8 +405,8 @@ def scale_weights(tile, first, stop, factors, count):
 def round_rows(tile, first, uneven, count, rests):
     """Round the weights of ROWS rows, from row `first` on, and subtract the `rests` from their results.
 
-    `uneven` has a bit for each row whose rounding errors are kept. If only some rows have it, the errors of the other
-    rows count as 0, so that a row's result does not depend on the other rows.
+    The bits of `uneven` select the rows whose rounding errors are kept. If only some rows are selected, the errors of
+    the other rows count as 0, so that a row's result does not depend on the other rows.
     """
     for row in range(first, first + ROWS):
         offset = 4 * row * tile.s_width

@@ -245,7 +245,7 @@ larger_magnitude = function_of(vector, vector, vector)(_larger_magnitude)
 
 @function_of(vector, vector, vector)
 def with_bits(builder: Any, a: Any, mask: Any) -> Any:
-    """`a` with those of its bits that are set in `mask`."""
+    """The bitwise AND of `a` and `mask`, as floats."""
     return builder.bitcast(builder.and_(builder.bitcast(a, INTS), builder.bitcast(mask, INTS)), FLOATS)
 
 
@@ -316,7 +316,10 @@ FEW = ir.VectorType(F32, ROWS)
 
 
 def _by_rows(step: Callable[[Any, Any, Any], Any]) -> Callable[..., Any]:
-    """A function that emits a reduction of four vectors: SPAN lanes with the result of the first, then the others."""
+    """A function that emits a reduction of four vectors.
+
+    The result of each vector fills SPAN lanes, in the order of the vectors.
+    """
 
     def emit(builder: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
         half, quarters = LANES // 2, [range(part * SPAN, (part + 1) * SPAN) for part in range(2 * ROWS)]
@@ -524,8 +527,8 @@ def raise_float(builder: Any, address: Any, value: Any) -> None:
     """Replace a float32 atomically by `value` if `value` is larger or NaN. A NaN is never replaced.
 
     The bits are compared as integers. A `value` from 0 up, or NaN, needs a signed maximum, because these integers
-    ascend. A negative `value` needs an unsigned minimum, because these integers descend. Both operations run, but the
-    operand of the other one changes nothing.
+    ascend. A negative `value` needs an unsigned minimum, because these integers descend. Both operations always run;
+    the operation that is not needed gets an operand that changes nothing.
     """
     place, bits = builder.inttoptr(address, I32.as_pointer()), builder.bitcast(value, I32)
     bits = builder.select(builder.fcmp_unordered("uno", value, value), ir.Constant(I32, 0x7FC00000), bits)

@@ -40,7 +40,7 @@ def plan(address):
 
 @compiled
 def merge(call, row, out):
-    """Merge one row of all parts; `out` is memory for its sums. Parts without keys are ignored, even NaN in them."""
+    """Merge one row of all parts; `out` is memory for its sums. Parts without keys are ignored, even if NaN."""
     m_i, l_i, width, size = NOTHING, 0.0, call.width, size_of(call.outs_format)
     for part in range(call.num_parts):
         m_i = max(m_i, float_at(call.lses, part * call.num_rows + row))

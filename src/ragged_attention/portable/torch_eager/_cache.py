@@ -35,7 +35,7 @@ def e4m3_to_float32(bits: torch.Tensor) -> torch.Tensor:
 def e4m3fnuz_to_float32(bits: torch.Tensor) -> torch.Tensor:
     """The exact values of float8_e4m3fnuz codes, which are given as int8.
 
-    The exponent bias is 8, one more than in float8_e4m3fn. The only NaN has the code of -0.
+    The exponent bias is 8, one more than in float8_e4m3fn. The only NaN has the code that is -0 in other formats.
     """
     values = shifted_to_float16(bits).to(torch.float32).mul_(128.0)
     # Search for NaN first, as for float8_e4m3fn. NaN is the least of all signed codes.

@@ -52,7 +52,7 @@ class Cover(NamedTuple):
 
 
 def cover_between(lows: Ints, highs: Ints) -> Cover:
-    """The cover of rows that see the keys [low, high) each, if both bounds ascend."""
+    """The cover of rows of which row i sees the keys [lows[i], highs[i]); both bounds must ascend."""
     keys = np.arange(lows[0], highs[-1])
     low = lows[-1] - lows[0]
     whole = int(low), max(int(highs[0] - lows[0]), int(low))

@@ -170,7 +170,7 @@ def _at_least(least: float, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _times_power(numbers: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-    """Numbers times 2**exponents, for exponents from -127 to 127, in two steps: one factor could be subnormal."""
+    """Numbers times 2**exponents, for exponents from -127 to 127, in two steps: a single factor may be subnormal."""
     first = exponents >> 1
     return numbers * _power(first) * _power(exponents - first)
 

@@ -42,7 +42,7 @@ class Softmax:
         self, q: torch.Tensor, scale: float | torch.Tensor, d_v: int, soft_cap: float | None = None, *,
         keeps_largest: bool = False,
     ) -> None:  # fmt: skip
-        """`q` is [B, R, d_qk] of any float dtype. `keeps_largest` keeps the largest logits without `soft_cap`."""
+        """`q` is [B, R, d_qk] of any float dtype. `keeps_largest`: keep the largest logits before the soft cap."""
         self.q = q.to(wide(q)) * scale
         self.d_v, self.soft_cap = d_v, soft_cap
         self.keeps_largest = keeps_largest

@@ -207,7 +207,7 @@ def biased(
 
 
 def add_to_tables(d_bias: torch.Tensor, d_scores: torch.Tensor, call: Any, block: Block, heads: slice) -> None:
-    """Add the gradients of a block's logits [heads, rows * group, keys] to those of `relative_bias`, `d_bias`.
+    """Add the gradients of a block's logits [heads, rows * group, keys] to `d_bias`, those of `relative_bias`.
 
     Between the first and the last column, a row has at most one key in each column, so its gradient is gathered, not
     scattered, and the order of sums is fixed. The first and the last column have any number of keys.

@@ -20,7 +20,10 @@ class Ranges(NamedTuple):
 
     @classmethod
     def of_tile(cls, call: Any, row: jax.Array, own: jax.Array, kv_len: jax.Array) -> "Ranges | None":
-        """The ranges of the consecutive rows `row`; only `own` rows see keys. None if the call has no ranges."""
+        """The ranges of the consecutive rows `row`; None if the call has no ranges.
+
+        Rows outside the mask `own`, which another tile computes, see no key.
+        """
         if call.key_ranges is None:
             return None
         some = jnp.clip(lax.dynamic_slice_in_dim(call.key_ranges, row[0], len(row)), 0, kv_len)

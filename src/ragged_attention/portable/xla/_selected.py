@@ -21,7 +21,10 @@ class Selected(NamedTuple):
 
     @classmethod
     def of_tile(cls, call: Any, row: jax.Array, own: jax.Array, kv_len: jax.Array) -> "Selected | None":
-        """The lists of the consecutive rows `row`; only `own` rows see keys. None if the call has no lists."""
+        """The lists of the consecutive rows `row`; None if the call has no lists.
+
+        Rows outside the mask `own`, which another tile computes, see no key.
+        """
         if call.selected is None:
             return None
         some = lax.dynamic_slice_in_dim(call.selected, row[0], len(row))

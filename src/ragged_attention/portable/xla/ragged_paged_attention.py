@@ -164,7 +164,7 @@ def _attend(
         if call.draft_mask is not None or ranges is not None or lists is not None:
             # Clear values that no row sees, because 0 * NaN is NaN.
             v = jnp.where((seen & tile.own[:, None]).any(axis=1)[..., None], v, 0)
-        own = jnp.repeat(seen & tile.own[:, None], group, axis=1)  # a tile's other rows belong to other sequences
+        own = jnp.repeat(seen & tile.own[:, None], group, axis=1)  # a tile's other rows belong to other tiles
         state, seen = state.with_largest(products, scale[:, None, None], own), jnp.repeat(seen, group, axis=1)
         return state.updated(jnp.where(seen, logits, -jnp.inf), v, any_hidden=call.v_format.scaled)
 
