@@ -821,7 +821,7 @@ def test_what_would_change_results_is_refused_by_name() -> None:
         for wrapper in ("BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper"):
             with pytest.raises(Unsupported, match=f"expected {name}="):
                 getattr(flashinfer, wrapper)(WORKSPACE, **{name: value})
-    with pytest.raises(Unsupported, match=r"expected jit_args=None, got \[1\]: kernels with code of the caller"):
+    with pytest.raises(Unsupported, match=r"expected jit_args=None, got \[1\]: kernels with the caller's own code"):
         flashinfer.BatchDecodeWithPagedKVCacheWrapper(WORKSPACE, jit_args=[1])
     for name, value in REFUSED_BY_PLANS.items():
         for run in (

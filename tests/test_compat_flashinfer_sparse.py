@@ -164,7 +164,7 @@ def test_what_would_change_results_is_refused_by_name() -> None:
         Unsupported, match="expected causal=False, got True: FlashInfer counts positions among the keys"
     ):
         planned(present, 4, 4, 2, 2, causal=True)
-    with pytest.raises(Unsupported, match="expected pos_encoding_mode='NONE', got 'ALIBI': lists of keys know no"):
+    with pytest.raises(Unsupported, match="expected pos_encoding_mode='NONE', got 'ALIBI': lists of keys have no"):
         planned(present, 4, 4, 2, 2, pos_encoding_mode="ALIBI")
     q, k = normal(4, HEADS, DIM), normal(4, KV_HEADS, DIM)
     with pytest.raises(Unsupported, match="expected pos_encoding_mode='NONE', got 'ROPE_LLAMA'"):

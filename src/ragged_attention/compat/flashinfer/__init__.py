@@ -6,7 +6,8 @@ matrices, and MiniMax's sparse attention. The modules have FlashInfer's names to
 
 `plan` keeps tensors and settings and compiles nothing. No kernel uses the workspace, and arguments that choose among
 FlashInfer's kernels have no effect. An argument that would change results, and that our operations do not support,
-raises `Unsupported` with its name. Log-sum-exps have base 2, but those of `msa_ops` base e. They include sinks.
+raises `Unsupported` with its name. Log-sum-exps have base 2, except those of `msa_ops`, which have base e. They include
+sinks.
 """
 
 from ragged_attention.compat.flashinfer import (

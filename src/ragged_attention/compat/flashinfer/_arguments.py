@@ -28,7 +28,7 @@ SLOT_NAMES = PACKED_NAMES | {
 }  # fmt: skip
 NVFP4 = torch.uint8  # the dtype of pages whose elements are two 4-bit codes
 NOT_APPROXIMATE = "no kernel leaves out keys of small weight"
-NOT_JIT = "kernels with code of the caller's are not supported"
+NOT_JIT = "kernels with the caller's own code are not supported"
 NOT_ITEMS = "masks of several items per prompt are not supported"
 
 
@@ -46,7 +46,7 @@ def columns(pages: torch.Tensor) -> int:
 
 
 def expect_linear_scales(backend: str, kv_cache_sf: Any) -> None:
-    """Refuse the scales of FlashInfer's TensorRT-LLM kernels, which have another order."""
+    """Refuse the scales of FlashInfer's TensorRT-LLM kernels, which are stored in another order."""
     if kv_cache_sf is not None and backend == "trtllm-gen":
         raise Unsupported(
             "expected another backend with kv_cache_sf, got 'trtllm-gen', for which the scales of values of four "
@@ -57,8 +57,8 @@ def expect_linear_scales(backend: str, kv_cache_sf: Any) -> None:
 def alibi_slopes(pos_encoding_mode: str, num_heads: int, device: torch.device) -> torch.Tensor | None:
     """The slopes [H] of a position encoding, None without ALiBi.
 
-    They are those of Press et al., "Train Short, Test Long": powers of 2 ** (-8 / n) for the first n heads, where n
-    is a power of two, and for further heads the odd powers of its root.
+    They are those of Press et al., "Train Short, Test Long". With n as the largest power of two up to `num_heads`, the
+    first n heads have the powers of 2 ** (-8 / n), and the other heads have the odd powers of 2 ** (-4 / n).
     """
     if pos_encoding_mode not in ("NONE", "ROPE_LLAMA", "ALIBI"):
         raise InvalidInput(f"expected pos_encoding_mode to be NONE, ROPE_LLAMA or ALIBI, got {pos_encoding_mode!r}")
@@ -81,11 +81,11 @@ def expect_layout(kv_layout: str) -> None:
 
 
 def torch_dtype(name: str, dtype: Any) -> torch.dtype:
-    """A dtype that may be given by its name."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
+    """The dtype of an argument, which may also be the dtype's name."""
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype):
         raise TypeError(f"expected {name} to be a torch.dtype or its name, got {dtype!r}")
-    return found
+    return resolved
 
 
 def result_dtype(o_data_type: Any, q_data_type: torch.dtype) -> torch.dtype:
@@ -108,17 +108,17 @@ def expect_planned(**facts: tuple[Any, Any]) -> None:
 
 
 def soft_cap_of(logits_soft_cap: float | None) -> float | None:
-    """`soft_cap` of our operations; FlashInfer has 0 for none."""
+    """`soft_cap` of our operations; FlashInfer also uses 0 for no cap."""
     return logits_soft_cap if logits_soft_cap is not None and logits_soft_cap > 0 else None
 
 
 def window_of(window_left: int) -> int | None:
-    """`sliding_window` of our operations, which counts a query's own position; FlashInfer has -1 for none."""
+    """`sliding_window` of our operations, which counts a query's own position; FlashInfer uses -1 for no window."""
     return window_left + 1 if window_left >= 0 else None
 
 
 def product(name: str, *scales: Any) -> Any:
-    """The product of scales: a number, an array of one element or one per head, or None if there is none."""
+    """The product of scales: a number, an array of one element or one per head, or None if all scales are None."""
     number, array = 1.0, None
     for scale in scales:
         if scale is None:
@@ -126,8 +126,8 @@ def product(name: str, *scales: Any) -> Any:
         if is_number(scale):
             number *= float(scale)
         elif isinstance(scale, torch.Tensor):
-            each = scale.float().reshape(()) if scale.numel() == 1 else scale.float()
-            array = each if array is None else array * each
+            factor = scale.float().reshape(()) if scale.numel() == 1 else scale.float()
+            array = factor if array is None else array * factor
         else:
             raise TypeError(f"expected {name} to be a number or a tensor, got {type(scale).__name__}")
     if array is not None:
@@ -146,7 +146,7 @@ def scaled(q: torch.Tensor, sm_scale: float | None, q_scales: Scales, k_scales: 
     factor = product("k_scale", *k_scales) if is_per_head else product("k_scale", of_queries, *k_scales)
     if not is_per_head:
         of_queries = 1.0 if q.dtype == torch.float8_e4m3fn else None
-    if q.dtype == torch.float8_e5m2:  # our operations take e4m3 only, which they widen in this way
+    if q.dtype == torch.float8_e5m2:  # our operations take no e5m2 queries; they widen e4m3 queries like this
         q = (q.float() * of_queries[:, None]).bfloat16() if is_per_head else q.bfloat16()
         of_queries = None
     if is_number(factor):
@@ -175,9 +175,10 @@ def with_lse(
     lse_base: str = "log2",
     lse_layout: str = "NH",
 ) -> Any:
-    """The results of an attention: out, and with `return_lse` FlashInfer's log-sum-exp from ours.
+    """The results of an attention: out, and with `return_lse` also FlashInfer's log-sum-exp, computed from ours.
 
-    It has base 2, and sinks count in it. If the caller gave a buffer, it is written in any case.
+    FlashInfer's log-sum-exp includes sinks, and has base 2 unless `lse_base` is "ln". If the caller gave a `buffer`, it
+    is written even without `return_lse`.
     """
     if lse_base not in ("log2", "ln"):
         raise InvalidInput(f"expected lse_base to be log2 or ln, got {lse_base!r}")

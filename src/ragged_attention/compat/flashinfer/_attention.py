@@ -1,4 +1,4 @@
-"""One attention by our operations, as the wrappers and functions of FlashInfer describe it."""
+"""One attention, run by our operations with the settings of FlashInfer's wrappers and functions."""
 
 import contextlib
 import dataclasses
@@ -66,7 +66,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The settings of an attention, in FlashInfer's words. Its methods return out, and lse as our operations do."""
+    """The settings of an attention, in FlashInfer's terms. Its methods return out and lse as our operations do."""
 
     out_dtype: torch.dtype
     sm_scale: float | None
@@ -87,7 +87,7 @@ class Attention:
         self, q: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, tables: Tables, names: Any = None,
         scale_pages: ScalePages = (None, None),
     ) -> Results:  # fmt: skip
-        """Attention over a paged cache `[P, G, K, D]`, `[P, G, K, D_v]`, and scales stored beside it."""
+        """Attention over a paged cache `[P, G, K, D]`, `[P, G, K, D_v]`, with scale pages if it is nvfp4."""
         slopes = self._slopes(q)
         common: dict[str, Any] = scaled(q, self.sm_scale, self.q_scales, self.k_scales) | dict(
             v_scale=product("v_scale", *self.v_scales), soft_cap=soft_cap_of(self.logits_soft_cap), sinks=self.sinks,
@@ -120,7 +120,7 @@ class Attention:
     ) -> Results:
         """Attention of packed queries `[T, H, D]` to packed keys and values `[T_k, K, D]`, `[T_k, K, D_v]`.
 
-        Their scales are those of pages of one position.
+        `scale_pages` has the scales of the keys and values, in the form of pages of one position.
         """
         scales = (*self.q_scales, *self.k_scales, *self.v_scales)
         in_pages = needs_pages(q.dtype, k.dtype)
@@ -164,7 +164,7 @@ class Attention:
         return use_backend(batch_invariant=True) if self.is_batch_invariant else contextlib.nullcontext()
 
     def _seen_rows(self, caches: tuple[torch.Tensor | None, ...], tables: Tables) -> tuple[list[Any], Tables]:
-        """A copy of the batch's cache in pages of one position, and tables in which each query is a sequence."""
+        """A copy of the batch's cache in pages of one position, and tables that list each query's visible keys."""
         mask = self.mask
         assert mask is not None
         assert caches[0] is not None

@@ -19,7 +19,7 @@ class Mask:
     draft: torch.Tensor | None  # an equivalent `draft_mask` of `ragged_paged_attention`, if there is one
 
     def lists(self, window_left: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The positions that each query sees, i64 [T, N] with those first, and their numbers, i32 [T]."""
+        """Each query's positions, i64 [T, N], visible ones first, and the number of visible positions, i32 [T]."""
         columns = torch.arange(self.visible.shape[1], device=self.visible.device)
         seen = self.visible
         if window_left >= 0:
@@ -30,7 +30,7 @@ class Mask:
 def mask_of(tables: Tables, custom_mask: torch.Tensor | None, packed_mask: torch.Tensor | None) -> Mask | None:
     """The mask of a batch from the bits of all its requests, `[q_len, kv_len]` each, one after another.
 
-    A packed mask has 8 bits per byte, the first in the lowest, and each request begins with a new byte.
+    A packed mask has 8 bits per byte, the first bit in the lowest place, and each request begins with a new byte.
     """
     if custom_mask is None and packed_mask is None:
         return None
@@ -40,15 +40,15 @@ def mask_of(tables: Tables, custom_mask: torch.Tensor | None, packed_mask: torch
     if packed_mask is not None:
         flat = unpacked(packed_mask.to(device))
         starts, total = _starts((bits + 7) // 8 * 8)
-        name, given = "packed_custom_mask", packed_mask.numel() * 8
+        name, num_bits = "packed_custom_mask", packed_mask.numel() * 8
     else:
         assert custom_mask is not None
         flat, (starts, total) = custom_mask.to(device).reshape(-1), _starts(bits)
-        name, given = "custom_mask", custom_mask.numel()
+        name, num_bits = "custom_mask", custom_mask.numel()
         if dtype_name(flat) != "bool":
             raise InvalidInput(f"expected custom_mask.dtype to be bool, got {dtype_name(flat)}")
-    if given < int(total):
-        raise InvalidInput(f"expected {name} to have a bit for each query and key, {int(total)}, got {given}")
+    if num_bits < int(total):
+        raise InvalidInput(f"expected {name} to have a bit for each query and key, {int(total)}, got {num_bits}")
     tokens = torch.arange(tables.num_q_tokens, device=device)
     sequences = torch.searchsorted(tables.cu_q_lens[1:].long(), tokens, right=True).clamp(max=max(len(q_lens) - 1, 0))
     rows, lens = tokens - tables.cu_q_lens.long()[sequences], kv_lens[sequences]
@@ -62,19 +62,19 @@ def mask_of(tables: Tables, custom_mask: torch.Tensor | None, packed_mask: torch
 
 
 def _starts(sizes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The offset of each segment, and that of their end."""
+    """The offset of each segment, and the total size of all segments."""
     ends = sizes.cumsum(0)
     return ends - sizes, ends[-1] if len(ends) else ends.sum()
 
 
 def _draft(visible: torch.Tensor, inside: torch.Tensor, prefixes: torch.Tensor, max_q_len: int) -> torch.Tensor | None:
-    """The mask as a draft mask, in which all queries see what precedes the new tokens; None if some do not."""
-    before = torch.arange(visible.shape[1], device=visible.device) < prefixes[:, None]
-    if not bool((visible | ~(before & inside)).all()):
+    """The mask as a draft mask, or None if a query does not see all keys before the new tokens."""
+    is_prefix = torch.arange(visible.shape[1], device=visible.device) < prefixes[:, None]
+    if not bool((visible | ~(is_prefix & inside)).all()):
         return None
     columns = prefixes[:, None] + torch.arange(max_q_len, device=visible.device)
-    known = (columns >= 0) & (columns < visible.shape[1])
-    return known & visible.gather(1, columns.clamp(0, visible.shape[1] - 1))
+    has_position = (columns >= 0) & (columns < visible.shape[1])
+    return has_position & visible.gather(1, columns.clamp(0, visible.shape[1] - 1))
 
 
 def unpacked(packed: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from ragged_attention.errors import InvalidInput
 
 @dataclasses.dataclass(frozen=True)
 class Tables:
-    """What `plan` keeps of a batch. All tensors are on the device of the wrapper."""
+    """The tables of a batch that `plan` keeps. All tensors are on the device of the wrapper."""
 
     cu_q_lens: torch.Tensor  # i32 [S + 1]
     kv_lens: torch.Tensor  # i32 [S]
@@ -51,7 +51,7 @@ def expect_indptr(name: str, indptr: torch.Tensor, num_seqs: int | None = None) 
 
 
 def replaced(kept: Tables | None, new: Tables, in_place: bool, indices_buffer: torch.Tensor | None = None) -> Tables:
-    """The tables after a plan: the new ones, or for CUDA graphs the kept tensors with the new contents.
+    """The tables after a plan: the new tables, or for CUDA graphs the kept tensors with the new contents.
 
     The kept block table has about as many entries as the caller's buffer for page indices, but not fewer columns than
     the first plan needs.
@@ -59,7 +59,7 @@ def replaced(kept: Tables | None, new: Tables, in_place: bool, indices_buffer: t
     if not in_place:
         return new
     width = new.page_indices.shape[1]
-    if kept is None:  # copies, since the caller's tensors may be these
+    if kept is None:  # copies, because `new` may hold tensors of the caller
         capacity = 0 if indices_buffer is None else -(-indices_buffer.numel() // max(new.num_seqs, 1))
         table = torch.nn.functional.pad(new.page_indices, (0, max(capacity - width, 0)), value=-1).clone()
         return Tables(new.cu_q_lens.clone(), new.kv_lens.clone(), table, new.num_q_tokens, None)

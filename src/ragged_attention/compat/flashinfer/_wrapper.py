@@ -33,14 +33,14 @@ class Dtypes(NamedTuple):
 
 
 def planned_dtypes(q_data_type: Any, kv_data_type: Any, o_data_type: Any) -> Dtypes:
-    """The dtypes of queries, of the cache, by default that of the queries, and of results."""
+    """The dtypes of queries, cache and results. By default, the cache has the dtype of the queries."""
     q = torch_dtype("q_data_type", q_data_type)
     kv = q if kv_data_type is None else torch_dtype("kv_data_type", kv_data_type)
     return Dtypes(q, kv, result_dtype(o_data_type, q))
 
 
 def without_lse(method: Callable[Arguments, Any]) -> Callable[Arguments, Any]:
-    """A method `forward` of a class, with the arguments of its `forward_return_lse`."""
+    """The method `forward` of a wrapper: `method`, which is its `forward_return_lse`, without lse in the result."""
 
     @functools.wraps(method)
     def forward(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Any:
@@ -77,13 +77,13 @@ class Planned:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans keep their tensors, for a captured graph."""
+        """Whether later plans write into the first plan's tensors, which a captured graph reads."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor | None
     ) -> None:
-        """Replace the buffer that tells the device; no kernel works in it."""
+        """Replace the workspace buffer, which no kernel uses."""
         del int_workspace_buffer
         self._float_workspace_buffer = float_workspace_buffer
 
@@ -104,12 +104,12 @@ class Planned:
             raise InvalidInput(f"expected {name}.dtype to be an integer one, got {tensor.dtype}")
         return tensor.to(self.device, torch.int32)
 
-    def _attention(self, **given: Any) -> Attention:
+    def _attention(self, **arguments: Any) -> Attention:
         """The planned attention with the arguments of a run."""
         return Attention(
             self._dtypes.out, self._sm_scale, logits_soft_cap=self._logits_soft_cap,
             pos_encoding_mode=self._pos_encoding_mode, mask=self._mask, is_batch_invariant=self._is_batch_invariant,
-            **given,
+            **arguments,
         )  # fmt: skip
 
     def _expect_rows(self, q: torch.Tensor, num_q_tokens: int, num_heads: int, head_dim: int) -> None:
@@ -124,7 +124,7 @@ class Planned:
 class PagedWrapper(Planned):
     """The base of `BatchDecodeWithPagedKVCacheWrapper` and `BatchPrefillWithPagedKVCacheWrapper`."""
 
-    _PREFIX = ""  # of the names of row pointers
+    _PREFIX = ""  # the prefix of the row pointers' argument names
     _backend: str
     _tables: Tables | None = None
     _sizes: tuple[int, int, int, int, int]  # H, K, D, D_v and the page size

@@ -86,13 +86,13 @@ def _merged(outs: Sequence[torch.Tensor], scores: Sequence[torch.Tensor]) -> tup
 class MultiLevelCascadeAttentionWrapper:
     """Attention over several levels of a paged cache, such as a shared prefix and the requests' own keys.
 
-    Each level has row pointers of its own for the same queries, and a paged batch. The partial results of the levels
-    are merged in float32.
+    Each level has its own pages, and its own row pointers into the queries, which all levels share. The partial results
+    of the levels are merged in float32.
 
     Args:
         num_levels: the number of levels.
         float_workspace_buffer, kv_layout, use_cuda_graph: as for `BatchPrefillWithPagedKVCacheWrapper`.
-        paged_kv_indices_buf_arr: for each level `paged_kv_indices_buf` of `BatchPrefillWithPagedKVCacheWrapper`.
+        paged_kv_indices_buf_arr: for each level, the `paged_kv_indices_buf` of a `BatchPrefillWithPagedKVCacheWrapper`.
         qo_indptr_buf_arr, paged_kv_indptr_buf_arr, paged_kv_last_page_len_buf_arr: without effect.
     """
 
@@ -119,13 +119,13 @@ class MultiLevelCascadeAttentionWrapper:
 
     @property
     def is_cuda_graph_enabled(self) -> bool:
-        """Whether plans keep their tensors, for a captured graph."""
+        """Whether later plans write into the first plan's tensors, which a captured graph reads."""
         return self._use_cuda_graph
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: torch.Tensor, int_workspace_buffers: list[torch.Tensor]
     ) -> None:
-        """Replace the buffer that tells the device; no kernel works in it."""
+        """Replace the workspace buffer, which no kernel uses."""
         for wrapper, buffer in zip(self._batch_prefill_wrappers, int_workspace_buffers, strict=True):
             wrapper.reset_workspace_buffer(float_workspace_buffer, buffer)
 
@@ -153,10 +153,10 @@ class MultiLevelCascadeAttentionWrapper:
         """Keep the tables and settings of a batch, level by level.
 
         Args:
-            qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level those of
-                `BatchPrefillWithPagedKVCacheWrapper.plan`.
-            causal: for the last level; earlier levels are seen by all queries.
-            window_left: -1. FlashInfer counts a window from the end of each level; it is refused.
+            qo_indptr_arr, paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len: for each level, the
+                arguments of `BatchPrefillWithPagedKVCacheWrapper.plan`.
+            causal: whether the last level is causal; all queries see all keys of earlier levels.
+            window_left: must be -1. FlashInfer counts a window from the end of each level, so windows are refused.
 
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
@@ -208,7 +208,7 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
         self._kv_layout = kv_layout
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: Any) -> None:
-        """Replace the buffer that tells the device; no kernel works in it."""
+        """Replace the workspace buffer, which no kernel uses."""
         self._batch_decode_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def begin_forward(
@@ -254,7 +254,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         self._kv_layout = kv_layout
 
     def reset_workspace_buffer(self, float_workspace_buffer: torch.Tensor, int_workspace_buffer: torch.Tensor) -> None:
-        """Replace the buffer that tells the device; no kernel works in it."""
+        """Replace the workspace buffer, which no kernel uses."""
         self._batch_prefill_wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def begin_forward(
@@ -291,7 +291,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         Args:
             q: float16 [qo_indptr[-1], num_qo_heads, head_dim].
             k_shared, v_shared, unique_kv_cache: as for `BatchDecodeWithSharedPrefixPagedKVCacheWrapper.forward`.
-            causal: for the requests' own keys.
+            causal: whether attention to the requests' own keys is causal.
             sm_scale: factor on q . k; default `head_dim ** -0.5`.
             use_fp16_qk_reduction, rope_scale, rope_theta: without effect.
         """
@@ -299,5 +299,5 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         shared = single_prefill_with_kv_cache_return_lse(
             q, k_shared, v_shared, kv_layout=self._kv_layout, sm_scale=sm_scale
         )
-        own = self._batch_prefill_wrapper.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
-        return merge_state(*shared, *own)[0]
+        unique = self._batch_prefill_wrapper.forward_return_lse(q, unique_kv_cache, causal=causal, sm_scale=sm_scale)
+        return merge_state(*shared, *unique)[0]

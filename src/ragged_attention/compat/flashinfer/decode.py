@@ -50,9 +50,9 @@ def single_decode_with_kv_cache(
     Args:
         q: [num_qo_heads, head_dim].
         k, v: NHD [kv_len, num_kv_heads, head_dim], or HND [num_kv_heads, kv_len, head_dim].
-        pos_encoding_mode: "NONE" or "ALIBI", the latter without soft cap and sinks; others are refused.
+        pos_encoding_mode: "NONE" or "ALIBI"; other modes are refused, and so is "ALIBI" with a soft cap or sinks.
         q_scale, k_scale, v_scale: factors on queries, keys and values.
-        window_left: number of keys seen before the last one; -1 is no window.
+        window_left: number of keys seen before the last one; -1 means no window.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`; None and 0 are off.
         sm_scale: factor on q . k; default `head_dim ** -0.5`.
         use_tensor_cores, rope_scale, rope_theta: without effect.
@@ -87,15 +87,16 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     """Decode attention of a batch over a paged cache.
 
     Args:
-        float_workspace_buffer: a tensor on the device; no kernel works in it.
+        float_workspace_buffer: a tensor on the wrapper's device; no kernel uses it.
         kv_layout: "NHD" or "HND".
         use_cuda_graph: keep the tensors of the first plan, so that a captured run sees later plans. The number of
-            requests is fixed then.
+            requests is then fixed.
         use_tensor_cores, backend: without effect.
-        paged_kv_indices_buffer: with `use_cuda_graph` its size, divided by the number of requests, is the maximum
-            number of pages per request. Without it the first plan has the maximum. Its content is not used.
+        paged_kv_indices_buffer: with `use_cuda_graph`, the buffer's size divided by the number of requests is the
+            maximum number of pages per request, unless the first plan has more. Without a buffer, the first plan
+            determines this maximum. The buffer's content is not used.
         paged_kv_indptr_buffer, paged_kv_last_page_len_buffer: without effect.
-        jit_args: None; kernels with code of the caller's are refused.
+        jit_args: must be None; kernels with the caller's own code are refused.
     """
 
     def __init__(
@@ -155,18 +156,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             indptr, indices, last_page_len: int [batch_size + 1], [indptr[-1]] and [batch_size], the pages of each
-                request and the number of keys in its last one; on any device.
-            num_qo_heads, num_kv_heads, head_dim, page_size: those of q and of the cache.
+                request and the number of keys in its last page; on any device.
+            num_qo_heads, num_kv_heads, head_dim, page_size: the sizes of q and of the cache.
             pos_encoding_mode, window_left, logits_soft_cap, sm_scale: as for `single_decode_with_kv_cache`.
             q_data_type, kv_data_type, o_data_type: dtypes of queries, cache and results.
-            data_type: the dtype of both queries and cache, for those that are None.
-            block_tables, seq_lens: int [batch_size, max_num_blocks_per_seq] and [batch_size]; they replace what the
-                first three arguments say.
+            data_type: the value of `q_data_type` and `kv_data_type` where these are None.
+            block_tables, seq_lens: int [batch_size, max_num_blocks_per_seq] and [batch_size]; they replace the pages
+                and lengths of the first three arguments.
             fixed_split_size, disable_split_kv: make results batch-invariant.
             q_len_per_req: query tokens per request.
             is_causal: default `q_len_per_req > 1`, aligned at the end of the keys.
             rope_scale, rope_theta, non_blocking: without effect.
-            window_right: 0; others are refused.
+            window_right: must be 0.
         """
         del non_blocking
         expect_default("keys after a query are never seen", 0, window_right=window_right)
@@ -218,20 +219,22 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
         Args:
             q: [batch_size * q_len_per_req, num_qo_heads, head_dim].
-            paged_kv_cache: a pair of NHD `[max_num_pages, page_size, num_kv_heads, head_dim]` or HND `[max_num_pages,
-                num_kv_heads, page_size, head_dim]`, or one tensor with an axis of 2 after the first. Numbers of unused
-                pages and positions do not affect results, not even NaN. uint8 is nvfp4, of `head_dim // 2` columns.
+            paged_kv_cache: a pair of NHD `[max_num_pages, page_size, num_kv_heads, head_dim]` or HND
+                `[max_num_pages, num_kv_heads, page_size, head_dim]`, or one tensor with an axis of 2 after the first.
+                Unused pages and positions do not affect results, even if they hold NaN. A uint8 cache is nvfp4, with
+                `head_dim // 2` columns.
             args: the scales of 8-bit queries, keys and values, per head.
             q_scale, k_scale, v_scale: factors on queries, keys and values: numbers, or tensors of one element.
             out, lse: tensors for the results.
-            return_lse: also return the base-2 log-sum-exp, in which sinks count.
-            window_left: default that of the plan.
+            return_lse: also return the base-2 log-sum-exp, which includes sinks.
+            window_left: by default, the value of the plan.
             sinks: f32 [num_qo_heads], one logit per head, which is added to the denominator of the softmax.
-            q_len_per_req: as planned; deprecated.
+            q_len_per_req: must be the planned value; deprecated.
             enable_pdl: without effect.
-            skip_softmax_threshold_scale_factor: None; others are refused.
-            kv_cache_sf: the scales of blocks of 16 columns of an nvfp4 cache, in the form of the cache with
-                `head_dim // 16` columns, float8_e4m3fn or their bytes; not as `backend="trtllm-gen"` has them.
+            skip_softmax_threshold_scale_factor: must be None.
+            kv_cache_sf: the scales of an nvfp4 cache, one for each block of 16 columns: in the form of the cache, but
+                with `head_dim // 16` columns, of float8_e4m3fn or as bytes. With `backend="trtllm-gen"`, which has
+                another order, they are refused.
 
         Returns:
             out like q, and with `return_lse` also lse f32 [batch_size * q_len_per_req, num_qo_heads]. A request without
@@ -320,10 +323,10 @@ def fast_decode_plan(
     q_len_per_req: int = 1,
     global_override_indptr_cpu: torch.Tensor | None = None,
 ) -> None:
-    """`BatchDecodeWithPagedKVCacheWrapper.plan` of a wrapper, for engines that replace its method by this function.
+    """`BatchDecodeWithPagedKVCacheWrapper.plan` as a function, with which engines replace a wrapper's method.
 
     Args:
-        global_override_indptr_cpu: indptr on the host, so that nothing waits for the device.
+        global_override_indptr_cpu: indptr on the host, which saves a wait for the device.
 
     The other arguments are those of the method. The default of `q_data_type` is `data_type`, else "float16".
     """

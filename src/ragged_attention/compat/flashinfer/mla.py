@@ -31,7 +31,7 @@ Parts = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class MLAPlanMetadata:
-    """The tables of a batch, by row pointers (`csr`), as a block table (`dense`), or both."""
+    """The tables of a batch: as row pointers (`csr`), as a block table (`dense`), or as both (`dual`)."""
 
     qo_indptr: torch.Tensor | None = None
     kv_indptr: torch.Tensor | None = None
@@ -50,7 +50,7 @@ class MLAPlanMetadata:
         kv_indices: torch.Tensor,
         kv_len_arr: torch.Tensor,
     ) -> "MLAPlanMetadata":
-        """Tables of row pointers: int [batch_size + 1] twice, [kv_indptr[-1]] and [batch_size]."""
+        """Tables with row pointers: int [batch_size + 1] twice, [kv_indptr[-1]] and [batch_size] in this order."""
         return cls(qo_indptr=qo_indptr, kv_indptr=kv_indptr, kv_indices=kv_indices, kv_len_arr=kv_len_arr)
 
     @classmethod
@@ -85,9 +85,9 @@ class BatchMLAPagedAttentionWrapper(Planned):
     """Latent attention of a batch over a paged cache.
 
     Args:
-        float_workspace_buffer: a tensor on the device; no kernel works in it.
+        float_workspace_buffer: a tensor on the wrapper's device; no kernel uses it.
         use_cuda_graph: as for `BatchPrefillWithPagedKVCacheWrapper`.
-        kv_indices: as `paged_kv_indices_buf` there.
+        kv_indices: as `paged_kv_indices_buf` of that class.
         qo_indptr, kv_indptr, kv_len_arr, backend: without effect.
     """
 
@@ -143,16 +143,16 @@ class BatchMLAPagedAttentionWrapper(Planned):
 
         Args:
             qo_indptr, kv_indptr, kv_indices, kv_len_arr: int [batch_size + 1] twice, [kv_indptr[-1]] and [batch_size];
-                or `metadata`; or cum_seq_lens_q, block_tables and seq_lens.
-            num_heads, head_dim_ckv, head_dim_kpe, page_size: those of the queries and of the cache.
-            causal: aligned at the end of the keys.
+                instead of these, `metadata`, or cum_seq_lens_q, block_tables and seq_lens.
+            num_heads, head_dim_ckv, head_dim_kpe, page_size: the sizes of the queries and of the cache.
+            causal: queries see keys up to their own position, and are aligned at the end of the keys.
             sm_scale: factor on q . k.
             q_data_type, kv_data_type, output_dtype: dtypes of queries, cache and results.
             metadata: a `MLAPlanMetadata`.
             max_q_len, use_profiler, enable_pdl, query_layout, kv_cache_layout, lse_mode, use_sinks: without effect;
-                `run` takes each form in any case.
-            output_scale, skip_softmax: "none" and False; others are refused.
-            scale_mode: "default" or "kv-per-tensor"; others are refused.
+                `run` takes queries and cache in any of their forms.
+            output_scale, skip_softmax: must be "none" and False.
+            scale_mode: "default" or "kv-per-tensor"; other modes are refused.
         """
         del max_q_len, use_profiler, enable_pdl, query_layout, kv_cache_layout, lse_mode, use_sinks
         expect_default("results are not 8-bit", "none", output_scale=output_scale)
@@ -188,7 +188,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
             if given.kv_indptr is None or given.kv_indices is None:
                 raise TypeError("expected metadata, or kv_indptr with kv_indices, or block_tables, got none of them")
             expect_indptr("kv_indptr", given.kv_indptr)
-            used = given.kv_indptr if edges is None else given.kv_indptr[: len(edges)]  # it may be longer
+            used = given.kv_indptr if edges is None else given.kv_indptr[: len(edges)]  # the rest is unused
             table = block_table(used, self._moved("kv_indices", given.kv_indices))
         if edges is None or lens is None:
             raise TypeError(f"expected {names[0]} and {names[1]} with the pages, got None")
@@ -229,18 +229,18 @@ class BatchMLAPagedAttentionWrapper(Planned):
         Args:
             q_nope, q_pe: [tokens, num_heads, head_dim_ckv] and [tokens, num_heads, head_dim_kpe].
             ckv_cache, kpe_cache: [max_num_pages, page_size, head_dim_ckv] and [max_num_pages, page_size, head_dim_kpe].
-                Neighbouring views of one tensor are used as they are; others are joined by a copy in each run, of the
-                batch's pages or of the cache.
-            query, kv_cache: pairs of these, or tensors [tokens, num_heads, head_dim_ckv + head_dim_kpe] and
-                [max_num_pages, page_size, head_dim_ckv + head_dim_kpe].
+                Adjacent views of one tensor are used without a copy. Other tensors are joined by a copy in each run, of
+                the batch's pages or of the whole cache, whichever is smaller.
+            query, kv_cache: pairs of these tensors, or joined tensors [tokens, num_heads, head_dim_ckv + head_dim_kpe]
+                and [max_num_pages, page_size, head_dim_ckv + head_dim_kpe].
             out, lse: tensors for the results.
-            return_lse: also return the log-sum-exp, in which sinks count.
-            return_lse_base_on_e: with natural instead of base-2 logarithms.
+            return_lse: also return the log-sum-exp, which includes sinks.
+            return_lse_base_on_e: whether the log-sum-exp has base e instead of base 2.
             ckv_scale, kpe_scale: the scales of an 8-bit cache.
             sinks: f32 [num_heads].
             profiler_buffer: without effect.
             kv_len, page_table, o_scale, ckv_scale_arr, skip_softmax_threshold_scale_factor, bmm1_scale, bmm2_scale:
-                None; others are refused.
+                must be None.
 
         Returns:
             out [tokens, num_heads, head_dim_ckv], and with `return_lse` also lse f32 [tokens, num_heads].
@@ -283,7 +283,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
     run_return_lse = functools.partialmethod(run, return_lse=True)
 
     def _parts(self, name: str, whole: Any, left: Any, right: Any, dtype: torch.dtype) -> Parts:
-        """A tensor, or a pair of those for latents and rotary keys, of the planned dtype."""
+        """The queries or the cache, of the planned dtype: one tensor, or a pair of a latent and a rotary tensor."""
         pair = (left[1], right[1])
         if whole is None:
             if pair[0] is None or pair[1] is None:
@@ -302,7 +302,7 @@ class BatchMLAPagedAttentionWrapper(Planned):
 
 
 def _expect_scales(ckv_scale: Any, kpe_scale: Any) -> None:
-    """Check that both scales are numbers, or none is given."""
+    """Check that both scales are numbers or both are None."""
     if (ckv_scale is None) != (kpe_scale is None):
         raise InvalidInput(f"expected ckv_scale and kpe_scale together, got {ckv_scale!r} and {kpe_scale!r}")
     for name, scale in (("ckv_scale", ckv_scale), ("kpe_scale", kpe_scale)):
@@ -311,7 +311,7 @@ def _expect_scales(ckv_scale: Any, kpe_scale: Any) -> None:
 
 
 def _joined_pages(cache: Parts, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages of latents with rotary keys after them, `[P, G, D]`, and the block table that goes with them."""
+    """Pages `[P, G, D]`, whose rows are a latent and then its rotary key, and the block table for these pages."""
     if isinstance(cache, torch.Tensor):
         return cache, tables.page_indices
     left, right = cache

@@ -1,7 +1,7 @@
-"""FlashInfer's MSA, the sparse attention of MiniMax M3: scores of blocks of keys, their selection, attention to them.
+"""FlashInfer's MSA, the sparse attention of MiniMax M3: block scores, block selection, attention to selected blocks.
 
-A block is 128 positions. What FlashInfer leaves undefined is as in our operations: lists may have any order, a block
-that is listed twice counts once, and an entry that is no block of the sequence selects nothing.
+A block is 128 positions. Cases that FlashInfer leaves undefined behave as in our operations: lists may be in any order,
+a block that is listed twice counts once, and an entry that is no block of the sequence selects nothing.
 """
 
 from typing import Any
@@ -54,7 +54,7 @@ def msa_proxy_score(
     reduce_heads: bool = False,
     q_offset: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The largest product of each query with a key of each block of 128, not scaled; -inf where it sees none.
+    """The largest unscaled product of each query with a key of each 128-key block; -inf if it sees no key of the block.
 
     Args:
         q: [total_q, num_qo_heads, D], float32, float16, bfloat16 or e4m3. D is a multiple of 16 up to 256.
@@ -63,12 +63,13 @@ def msa_proxy_score(
         cu_seqlens_q, cu_seqlens_k: i32 [batch_size + 1].
         page_table: i32 [batch_size, max_pages].
         seqused_k: i32 [batch_size], the lengths of the sequences in pages.
-        causal: a query sees no key after its own position. Without `q_offset`, a sequence's last query is at its
-            last key.
+        causal: a query sees no key after its own position. Without `q_offset`, a sequence's last query is at the
+            position of its last key.
         max_seqlen_q: without effect.
-        max_k_tiles: the number of blocks in the result; default that of the longest sequence, which is read back.
+        max_k_tiles: the number of blocks in the result; by default that of the longest sequence, whose length is read
+            back.
         output: a tensor for the result.
-        reduce_heads: the maximum over heads, as one head.
+        reduce_heads: whether to return the maximum over heads, as one head.
         q_offset: the position of each sequence's first query, a number or i32 [batch_size].
 
     Returns:
@@ -123,14 +124,14 @@ def msa_topk_select(
         num_valid_pages: the number of blocks to select from, for all queries, or i32 [total_qo_len] for each, clamped
             to [0, max_k_tiles].
         output: a tensor for the result.
-        force_begin_blocks, force_end_blocks: the first and the last of these blocks are always selected, together at
-            most `topk`, whatever their scores.
+        force_begin_blocks, force_end_blocks: the numbers of first and of last blocks, among those to select from, that
+            are always selected, whatever their scores; together at most `topk`.
 
     Returns:
         i32 [total_qo_len, num_qo_heads, topk].
 
-    Of equal scores, that of the block with the larger index wins. FlashInfer takes either, and its kernels for many
-    blocks do not compare the two lowest bits of a score. If fewer than `topk` blocks have a score above -inf,
+    If scores are equal, the block with the larger index is selected. FlashInfer selects either block, and its kernels
+    for many blocks do not compare the two lowest bits of a score. If fewer than `topk` blocks have a score above -inf,
     FlashInfer also selects blocks with -inf. Here the list is padded with -1 instead, and NaN counts as -inf.
     """
     if max_score.dim() != 3:
@@ -175,26 +176,27 @@ def msa_sparse_attention(
     lse_temperature_scale: float = 1.0,
     workspace: Any = None,
 ) -> Any:
-    """Attention of packed queries to the blocks of 128 keys that each selects.
+    """Attention of packed queries to the blocks of 128 keys that each query selects.
 
     Args:
         q: [total_q, num_qo_heads, D], float32, float16 or bfloat16.
         k, v: packed [total_k, num_kv_heads, D] with `cu_seqlens_k`, or pages [num_pages, num_kv_heads, page_size, D]
-            with `page_table` and `seqused_k`; of q's dtype or e4m3. Pages may be views of pages that hold both.
-        q2k_indices: i32 [num_kv_heads, total_q, topk]. Lists come in any order and -1 pads them anywhere. A block that
-            is named twice counts once, as in FlashInfer's definition; its kernels want ascending lists.
+            with `page_table` and `seqused_k`; of q's dtype or e4m3. Pages may be views of pages that hold both k and v.
+        q2k_indices: i32 [num_kv_heads, total_q, topk]. Lists may be in any order, with -1 as padding anywhere. A block
+            that is named twice counts once, as FlashInfer defines it, although FlashInfer's kernels need ascending
+            lists.
         cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, causal, q_offset: as in `msa_proxy_score`.
         softmax_scale: default D ** -0.5.
         return_softmax_lse: return (out, lse), with lse to base e.
-        k_scale, v_scale, k_global_scale: not supported, since they belong to keys and values of 4 bits.
+        k_scale, v_scale, k_global_scale: not supported, because they are for 4-bit keys and values.
         v_global_scale: a factor on the result.
         return_temperature_lse: return (out, lse, lse_t). `lse_t` is the lse of logits times `lse_temperature_scale`; a
             second attention computes it.
         workspace: without effect.
 
     Returns:
-        out [total_q, num_qo_heads, D] of q's dtype, and f32 [total_q, num_qo_heads] for each lse. A query whose blocks
-        hold nothing that it sees gets 0, and -inf.
+        out [total_q, num_qo_heads, D] of q's dtype, and f32 [total_q, num_qo_heads] for each lse. A query that sees no
+        key of its blocks gets out 0 and lse -inf.
     """
     del workspace
     expect_default(NOT_NVFP4, k_scale=k_scale, v_scale=v_scale, k_global_scale=k_global_scale)
@@ -233,7 +235,7 @@ def msa_sparse_decode_attention(
     workspace: Any = None,
     out: torch.Tensor | None = None,
 ) -> Any:
-    """Attention of `seqlen_q` queries for each sequence to the blocks of 128 keys that each selects.
+    """Attention of `seqlen_q` queries per sequence to the blocks of 128 keys that each query selects.
 
     Args:
         q: [batch_size * seqlen_q, num_qo_heads, D], also e4m3.
@@ -301,7 +303,7 @@ def _attended(
             )  # fmt: skip
         assert cu_seqlens_k is not None
         rows = Rows(edges, cu_seqlens_k.to(q.device), q.shape[0], max_q_len, None)
-        if needs_pages(q.dtype, k.dtype):  # of one position
+        if needs_pages(q.dtype, k.dtype):  # treat packed rows as pages of one position
             return ragged_paged_attention(
                 q, (k.unsqueeze(1), v.unsqueeze(1)), lens, rows.tables.page_indices, edges,
                 v_scale=product("v_global_scale", v_global_scale), **common,
@@ -333,7 +335,7 @@ def _kv_lens(
 def _seen(
     tokens: int, cu_seqlens_q: torch.Tensor, lens: torch.Tensor, causal: bool, q_offset: int | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sequence of each query, and the number of its first keys that the query sees, i32 [tokens]."""
+    """The sequence of each query, and the number of keys, from the sequence's first on, that it sees, i32 [tokens]."""
     edges = cu_seqlens_q.to(lens.device)
     token = torch.arange(tokens, dtype=edges.dtype, device=lens.device)
     if not len(lens):
@@ -360,7 +362,7 @@ def _valid_pages(given: int | torch.Tensor | None, tiles: int, tokens: int, forc
     given = tiles if given is None else given
     if not max(forced, 1) <= given <= tiles:
         raise InvalidInput(
-            f"expected num_valid_pages from 1 on, no fewer than the {forced} that are always selected, and at most "
-            f"max_k_tiles={tiles}, got {given}"
+            f"expected num_valid_pages from 1 on, no fewer than the {forced} blocks that are always selected, and at "
+            f"most max_k_tiles={tiles}, got {given}"
         )
     return torch.tensor([given])

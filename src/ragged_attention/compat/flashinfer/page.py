@@ -33,7 +33,7 @@ def pages_of(paged_kv_cache: Any, kv_layout: str, name: str = "paged_kv_cache") 
         paged_kv_cache: a pair of `[P, G, K, D]`, or of `[P, K, D]` with pages of one position; or one tensor with an
             axis of 2 after the first. HND pages are `[P, K, G, D]`.
         kv_layout: "NHD" or "HND".
-        name: the argument's.
+        name: the argument's name, for error messages.
     """
     expect_layout(kv_layout)
     if isinstance(paged_kv_cache, (tuple, list)) and len(paged_kv_cache) == 2:
@@ -41,7 +41,7 @@ def pages_of(paged_kv_cache: Any, kv_layout: str, name: str = "paged_kv_cache") 
     elif isinstance(paged_kv_cache, torch.Tensor):
         if paged_kv_cache.dim() not in (4, 5) or paged_kv_cache.shape[1] != 2:
             got = list(paged_kv_cache.shape)
-            raise InvalidInput(f"expected {name}.shape to be [max_num_pages, 2, ...] of 4 or 5, got {got}")
+            raise InvalidInput(f"expected {name}.shape to be [max_num_pages, 2, ...] with 4 or 5 dimensions, got {got}")
         pair = paged_kv_cache.unbind(1)
     else:
         raise TypeError(f"expected {name} to be a tensor or a pair of them, got {type(paged_kv_cache).__name__}")
@@ -70,7 +70,7 @@ def scale_pages_of(kv_cache_sf: Any, kv_layout: str) -> tuple[torch.Tensor | Non
 
 
 def scale_rows_of(kv_cache_sf: Any, kv_layout: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The scales of packed keys and values, as those of pages of one position."""
+    """The scales of packed keys and values, in the form of pages of one position."""
     k_scales, v_scales = scale_pages_of(kv_cache_sf, "NHD")
     if k_scales is None or v_scales is None or kv_layout == "NHD":
         return k_scales, v_scales
@@ -95,10 +95,10 @@ def get_batch_indices_positions(
     batch_indices: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The request and the position of each appended row, i32 [nnz] each; -1 and 0 after the last row.
+    """The request and the position of each appended row, i32 [nnz] each; -1 and 0 for rows of no request.
 
     Args:
-        append_indptr: [batch_size + 1], the rows of each request.
+        append_indptr: [batch_size + 1], row pointers to the appended rows of each request.
         seq_lens: [batch_size], the lengths of the requests, the appended rows included.
         nnz: the number of rows.
         batch_indices, positions: tensors for the results.
@@ -106,13 +106,13 @@ def get_batch_indices_positions(
     rows = torch.arange(nnz, device=append_indptr.device)
     ends, lens = append_indptr[1:].long(), seq_lens.to(append_indptr.device).long()
     if not len(ends):
-        found, places = torch.full_like(rows, -1), torch.zeros_like(rows)
+        requests, places = torch.full_like(rows, -1), torch.zeros_like(rows)
     else:
         request = torch.searchsorted(ends, rows, right=True)
         known, request = request < len(ends), request.clamp(max=len(ends) - 1)
-        found = torch.where(known, request, -1)
+        requests = torch.where(known, request, -1)
         places = torch.where(known, lens[request] - ends[request] + rows, 0)
-    return stored("batch_indices", batch_indices, found.int()), stored("positions", positions, places.int())
+    return stored("batch_indices", batch_indices, requests.int()), stored("positions", positions, places.int())
 
 
 def append_paged_kv_cache(
@@ -169,7 +169,7 @@ def nvfp4_quantize_append_paged_kv_cache(
         kv_cache_sf: the scales, in the same form with `head_dim // 16` columns of float8_e4m3fn, or their bytes.
         k_scale, v_scale: positive numbers, which multiply the stored values.
 
-    The other arguments are those of `append_paged_kv_cache`. `write_kv_pages` says how rows are quantised.
+    The other arguments are those of `append_paged_kv_cache`. `write_kv_pages` describes how rows are quantised.
     """
     del kv_last_page_len
     pages = pages_of(paged_kv_cache, kv_layout)
@@ -187,11 +187,11 @@ def nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(
     v_scale: float | torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """`nvfp4_quantize_append_paged_kv_cache` of rows whose slots are known.
+    """`nvfp4_quantize_append_paged_kv_cache` with slots instead of requests and positions.
 
     Args:
-        append_key, append_value: at least as many rows as there are slots; the others are padding.
-        slot_mapping: i32 or i64 [nnz], `page * page_size + offset`; others than those of the cache are skipped.
+        append_key, append_value: at least as many rows as there are slots; further rows are padding.
+        slot_mapping: i32 or i64 [nnz], `page * page_size + offset`; rows with a slot outside the cache are skipped.
         k_scale, v_scale: numbers, or tensors of one element, whose value is not read back.
     """
     if not 0 <= len(slot_mapping) <= min(len(append_key), len(append_value)):
@@ -256,7 +256,7 @@ def append_paged_mla_kv_cache(
 def _slots(
     batch_indices: torch.Tensor, positions: torch.Tensor, indices: torch.Tensor, indptr: torch.Tensor, page_size: int
 ) -> torch.Tensor:
-    """The slot `page * page_size + offset` of each row, i64 [nnz]; -1 for rows of no request."""
+    """The slot `page * page_size + offset` of each row, i64 [nnz]; -1 for rows without a request or a page."""
     device = indices.device
     request, position = batch_indices.to(device).long(), positions.to(device).long()
     starts, ends = indptr[:-1].to(device).long(), indptr[1:].to(device).long()

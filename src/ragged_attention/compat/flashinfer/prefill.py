@@ -67,16 +67,17 @@ def single_prefill_with_kv_cache(
         scale_q, scale_k, scale_v: f32 per head, for 8-bit tensors.
         o_dtype: the dtype of out; by default that of q, or bfloat16 for 8-bit queries.
         custom_mask: bool [qo_len, kv_len], which replaces `causal`.
-        packed_custom_mask: its bits in bytes, the first in the lowest, which replace `custom_mask`.
+        packed_custom_mask: the mask's bits in bytes, the first bit in the lowest place; it replaces `custom_mask`.
         causal: aligned at the end of the keys.
-        pos_encoding_mode: "NONE" or "ALIBI", the latter without soft cap, sinks and masks; others are refused.
+        pos_encoding_mode: "NONE" or "ALIBI"; other modes are refused, and so is "ALIBI" with a soft cap, sinks or a
+            mask.
         sm_scale: factor on q . k; default `head_dim_qk ** -0.5`.
-        window_left: number of keys seen before a query's own position; -1 is no window.
+        window_left: number of keys seen before a query's own position; -1 means no window.
         logits_soft_cap: logits become `cap * tanh(logits / cap)`; None and 0 are off.
         use_fp16_qk_reduction, rope_scale, rope_theta, backend: without effect.
         return_lse: also return the base-2 log-sum-exp.
-        kv_cache_sf: the scales of blocks of 16 columns of nvfp4 keys and values, which are uint8 of half as many
-            columns: a pair of NHD [kv_len, num_kv_heads, head_dim // 16], or HND, of float8_e4m3fn or their bytes.
+        kv_cache_sf: the scales of nvfp4 keys and values (uint8, with half as many columns), one for each block of 16
+            columns: a pair of NHD [kv_len, num_kv_heads, head_dim // 16], or HND, of float8_e4m3fn or as bytes.
         k_scale, v_scale: factors on keys and values.
 
     Returns:
@@ -91,7 +92,7 @@ def single_prefill_with_kv_cache(
     if kv_layout == "HND":
         k, v = k.transpose(0, 1), v.transpose(0, 1)
     q_len, kv_len = q.shape[0], k.shape[0]
-    q_edges, kv_edges = (torch.tensor([0, each], dtype=torch.int32, device=q.device) for each in (q_len, kv_len))
+    q_edges, kv_edges = (torch.tensor([0, length], dtype=torch.int32, device=q.device) for length in (q_len, kv_len))
     rows = Rows(q_edges, kv_edges, q_len, q_len, kv_len)
     has_mask = custom_mask is not None or packed_custom_mask is not None
     attention = Attention(
@@ -110,13 +111,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Prefill and append attention of a batch over a paged cache.
 
     Args:
-        float_workspace_buffer: a tensor on the device; no kernel works in it.
+        float_workspace_buffer: a tensor on the wrapper's device; no kernel uses it.
         kv_layout: "NHD" or "HND".
-        use_cuda_graph: as for `BatchDecodeWithPagedKVCacheWrapper`; custom masks are refused then.
-        paged_kv_indices_buf: as `paged_kv_indices_buffer` there.
+        use_cuda_graph: as for `BatchDecodeWithPagedKVCacheWrapper`; custom masks are then refused.
+        paged_kv_indices_buf: as `paged_kv_indices_buffer` of that class.
         qo_indptr_buf, paged_kv_indptr_buf, paged_kv_last_page_len_buf, custom_mask_buf, mask_indptr_buf, backend:
             without effect.
-        jit_args, jit_kwargs, variant_owns_mask: None, None and False; kernels with code of the caller's are refused.
+        jit_args, jit_kwargs, variant_owns_mask: must be None, None and False; kernels with the caller's own code are
+            refused.
     """
 
     _PREFIX = "paged_kv_"
@@ -188,18 +190,18 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             qo_indptr: int [batch_size + 1], the query tokens of each request.
             paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len: as for
                 `BatchDecodeWithPagedKVCacheWrapper.plan`.
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size: those of q and of the cache.
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo, page_size: the sizes of q and of the cache.
             custom_mask: bool, flat, `[q_len, kv_len]` of each request, one after another; it replaces `causal`. If some
                 query does not see all keys before the new tokens, the batch's pages are copied in each run.
-            packed_custom_mask: its bits as `segment_packbits` with the order "little" packs them.
+            packed_custom_mask: the mask's bits, as `segment_packbits` packs them with `bitorder="little"`.
             causal, pos_encoding_mode, sm_scale, window_left, logits_soft_cap: as for `single_prefill_with_kv_cache`.
             q_data_type, kv_data_type, o_data_type: dtypes of queries, cache and results.
             block_tables, seq_lens: as for `BatchDecodeWithPagedKVCacheWrapper.plan`.
             fixed_split_size, disable_split_kv: make results batch-invariant.
             use_fp16_qk_reduction, rope_scale, rope_theta, non_blocking, max_token_per_sequence, max_sequence_kv,
                 uniform_q_len: without effect.
-            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens_q: at their
-                defaults; others are refused.
+            prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr, seq_lens_q: must be at
+                their defaults.
         """
         del use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv, uniform_q_len
         _expect_no_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
@@ -253,7 +255,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             lse_base: "log2", or "ln" for natural logarithms.
             lse_layout: "NH", or "HN" for lse [num_qo_heads, qo_indptr[-1]].
             enable_pdl, use_fp16_softmax, uses_spcompress: without effect.
-            skip_softmax_threshold_scale_factor: None; others are refused.
+            skip_softmax_threshold_scale_factor: must be None.
 
         Returns:
             out [qo_indptr[-1], num_qo_heads, head_dim_vo], and with `return_lse` also lse f32 [qo_indptr[-1],
@@ -301,11 +303,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
     """Prefill attention of a batch of packed queries to packed keys.
 
     Args:
-        float_workspace_buffer: a tensor on the device; no kernel works in it.
+        float_workspace_buffer: a tensor on the wrapper's device; no kernel uses it.
         kv_layout: "NHD", or "HND" for keys and values with the heads first.
-        use_cuda_graph: as for `BatchPrefillWithPagedKVCacheWrapper`; custom masks and 8-bit tensors are refused then.
+        use_cuda_graph: as for `BatchPrefillWithPagedKVCacheWrapper`; custom masks and 8-bit tensors are then refused.
         qo_indptr_buf, kv_indptr_buf, custom_mask_buf, mask_indptr_buf, backend: without effect.
-        jit_args, jit_kwargs, variant_owns_mask: None, None and False; kernels with code of the caller's are refused.
+        jit_args, jit_kwargs, variant_owns_mask: must be None, None and False; kernels with the caller's own code are
+            refused.
     """
 
     _rows: Rows | None = None
@@ -372,15 +375,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
 
         Args:
             qo_indptr, kv_indptr: int [batch_size + 1] each, the query tokens and the keys of each request.
-            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo: those of q, k and v.
-            seq_lens, seq_lens_q, v_indptr, o_indptr: None; others are refused.
+            num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo: the sizes of q, k and v.
+            seq_lens, seq_lens_q, v_indptr, o_indptr: must be None.
 
         The other arguments are those of `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         del use_fp16_qk_reduction, non_blocking, max_token_per_sequence, max_sequence_kv, uniform_q_len
         _expect_no_items(prefix_len_ptr, token_pos_in_items_ptr, token_pos_in_items_len, max_item_len_ptr)
         expect_default("qo_indptr and kv_indptr have the lengths", seq_lens=seq_lens, seq_lens_q=seq_lens_q)
-        expect_default("values lie as keys, and results as queries", v_indptr=v_indptr, o_indptr=o_indptr)
+        expect_default("keys and values share row pointers", v_indptr=v_indptr)
+        expect_default("queries and results share row pointers", o_indptr=o_indptr)
         expect_indptr("qo_indptr", qo_indptr)
         expect_indptr("kv_indptr", kv_indptr, qo_indptr.numel() - 1)
         dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
@@ -396,7 +400,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
             _extent(kv_indptr)[1],
         )  # fmt: skip
         has_mask = custom_mask is not None or packed_custom_mask is not None
-        tables = new.tables if has_mask or in_pages else None  # they wait for the device, which no run should
+        # Making the tables waits for the device. It is done here, so that no run waits.
+        tables = new.tables if has_mask or in_pages else None
         mask = _mask_of(self._use_cuda_graph, tables, custom_mask, packed_custom_mask)
         self._rows = _replaced_rows(self._rows, new) if self._use_cuda_graph else new
         self._sizes = (num_qo_heads, num_kv_heads, head_dim_qk, head_dim_vo)
@@ -433,7 +438,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(Planned):
             q: [qo_indptr[-1], num_qo_heads, head_dim_qk].
             k, v: [kv_indptr[-1], num_kv_heads, head_dim_qk] and [kv_indptr[-1], num_kv_heads, head_dim_vo].
             kv_cache_sf: as for `single_prefill_with_kv_cache`, or one tensor with an axis of 2 after the first.
-            o_scale: None or 1; others are refused.
+            o_scale: must be None or 1.
 
         The other arguments and the results are those of `BatchPrefillWithPagedKVCacheWrapper.run`.
         """

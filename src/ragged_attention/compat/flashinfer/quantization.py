@@ -10,7 +10,7 @@ from ragged_attention.errors import InvalidInput
 
 __all__ = ["nvfp4_kv_dequantize", "nvfp4_kv_dequantize_paged", "nvfp4_kv_quantize", "packbits", "segment_packbits"]
 
-GROUP = 16  # columns of a scale
+GROUP = 16  # columns that share a scale
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the codes 0 to 7; 8 is added for a negative number
 
 
@@ -38,7 +38,8 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
         bitorder: as for `packbits`.
 
     Returns:
-        uint8 [new_indptr[-1]], and new_indptr, like indptr, of bytes.
+        the bytes, uint8 [new_indptr[-1]], and new_indptr, the row pointers to each segment's bytes, in the form of
+        indptr.
     """
     edges = indptr.tolist()
     packed = [packbits(x[start:end], bitorder) for start, end in itertools.pairwise(edges)]
@@ -47,11 +48,11 @@ def segment_packbits(x: torch.Tensor, indptr: torch.Tensor, bitorder: str = "big
 
 
 def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as 4-bit codes with an e4m3 scale for each 16 columns.
+    """Quantise rows to 4-bit codes with an e4m3 scale for each 16 columns.
 
-    As in FlashInfer's kernel, a scale is `1 / global_scale * (amax * (1 / 6))`, and a code is the rounded product with
-    `1 / (scale * global_scale)`. FlashInfer's reciprocals are approximate and these are exact, so a number between two
-    codes may round differently. The appends divide instead.
+    As in FlashInfer's kernel, a scale is `1 / global_scale * (amax * (1 / 6))`, and a code is the value times
+    `1 / (scale * global_scale)`, rounded. FlashInfer's reciprocals are approximate and these are exact, so a number
+    between two codes may round differently. The functions that append to a cache compute scales by a division instead.
 
     Args:
         input: [M, K]; K is a multiple of 16.
@@ -82,7 +83,7 @@ def nvfp4_kv_dequantize(
     global_scale: torch.Tensor,
     output_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """The rows [M, K] of codes and scales as made by `nvfp4_kv_quantize`, in a dtype.
+    """The rows [M, K], in `output_dtype`, of codes and scales that `nvfp4_kv_quantize` made.
 
     Args:
         fp4_data: uint8 [M, K / 2].
@@ -106,42 +107,42 @@ def nvfp4_kv_dequantize_paged(
     output_v: torch.Tensor,
     kv_layout: str = "NHD",
 ) -> None:
-    """Write the values of requests' keys and values in pages of nvfp4 to dense tensors.
+    """Dequantise the keys and values of requests from nvfp4 pages into dense tensors.
 
     Args:
         paged_kv_cache, kv_cache_sf: as for `nvfp4_quantize_append_paged_kv_cache`.
         block_tables: int [batch, max_pages_per_request], the pages of each request.
         seq_lens: int [batch].
         k_scale, v_scale: f32 [1], which multiply stored values.
-        output_k, output_v: [batch, max_seq_len, num_kv_heads, head_dim]; positions from `seq_lens` on, and of pages
-            that do not exist, stay as they are.
+        output_k, output_v: [batch, max_seq_len, num_kv_heads, head_dim]; positions from `seq_lens` on, and positions on
+            pages that do not exist, are not written.
         kv_layout: "NHD" or "HND".
     """
     pages, scales = pages_of(paged_kv_cache, kv_layout), scale_pages_of(kv_cache_sf, kv_layout)
     num_pages, page_size = pages[0].shape[:2]
-    for name, side, places, scale, output in (
+    for name, codes, code_scales, scale, output in (
         ("output_k", pages[0], scales[0], k_scale, output_k),
         ("output_v", pages[1], scales[1], v_scale, output_v),
     ):
-        if side.dtype != NVFP4 or places is None:
-            raise InvalidInput(f"expected paged_kv_cache of {NVFP4} with kv_cache_sf, got {side.dtype}")
-        at = torch.arange(output.shape[1], device=output.device)
-        if block_tables.shape[1] * page_size < len(at):
+        if codes.dtype != NVFP4 or code_scales is None:
+            raise InvalidInput(f"expected paged_kv_cache of {NVFP4} with kv_cache_sf, got {codes.dtype}")
+        position = torch.arange(output.shape[1], device=output.device)
+        if block_tables.shape[1] * page_size < len(position):
             got = list(block_tables.shape)
-            raise InvalidInput(f"expected block_tables with pages for max_seq_len={len(at)}, got {got} of {page_size}")
-        page = block_tables.long()[:, at // page_size]
-        kept = (at < seq_lens[:, None]) & (page >= 0) & (page < num_pages)
-        rows = page[kept] * page_size + (at % page_size).expand_as(page)[kept]
-        found, own = (each.flatten(0, 1)[rows] for each in (side, places))
-        values = _values(found, own, scale).to(output.dtype)
+            max_seq_len = len(position)
+            raise InvalidInput(f"expected block_tables with pages for {max_seq_len=}, got {got} of {page_size}")
+        page = block_tables.long()[:, position // page_size]
+        is_cached = (position < seq_lens[:, None]) & (page >= 0) & (page < num_pages)
+        rows = page[is_cached] * page_size + (position % page_size).expand_as(page)[is_cached]
+        values = _values(codes.flatten(0, 1)[rows], code_scales.flatten(0, 1)[rows], scale).to(output.dtype)
         if values.shape[1:] != output.shape[2:]:
             wanted, got = list(values.shape[1:]), list(output.shape[2:])
             raise InvalidInput(f"expected {name}.shape[2:] to be {wanted}, got {got}")
-        output[kept] = values
+        output[is_cached] = values
 
 
 def _values(codes: torch.Tensor, scales: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """The float32 values of packed codes [..., K / 2] with scales [..., K / 16]."""
-    table = torch.tensor((*E2M1, *(-each for each in E2M1)), device=codes.device)
+    table = torch.tensor((*E2M1, *(-magnitude for magnitude in E2M1)), device=codes.device)
     numbers = table[torch.stack((codes & 15, codes >> 4), -1).flatten(-2).long()].unflatten(-1, (-1, GROUP))
     return (numbers * scales.float().unsqueeze(-1) * global_scale.float().reshape(())).flatten(-2)

@@ -1,4 +1,4 @@
-"""FlashInfer's attention under block sparse matrices, by lists of the blocks of keys that each query sees.
+"""FlashInfer's attention under block-sparse matrices, run with lists of the key blocks that each query sees.
 
 The matrix has a row for each query and a column for each key. Each of its blocks is one or several blocks of our
 operations, whose size is a power of two. A block that is listed twice counts once; FlashInfer leaves this undefined.
@@ -20,13 +20,13 @@ __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
 LARGEST_BLOCK = 256
 NOT_PACKED = "give `mask` instead"
-NOT_BSR = "`indptr` and `indices` say the blocks"
+NOT_BSR = "`indptr` and `indices` give the blocks"
 NOT_CAUSAL = "FlashInfer counts positions among the keys that are selected"
-NOT_POSITIONS = "lists of keys know no positions"
+NOT_POSITIONS = "lists of keys have no positions"
 
 
 class _Sparse(Planned):
-    """The base of both wrappers: the planned lists, and a run of one sequence under them."""
+    """The base of both wrappers: the planned lists, and the attention of one sequence with these lists."""
 
     _sizes: tuple[int, int, int, int, int]  # M, N, H, K, D
     _blocks: Blocks
@@ -38,7 +38,7 @@ class _Sparse(Planned):
         super().__init__(float_workspace_buffer, "NHD", use_cuda_graph=False)
 
     def _keep(self, blocks: Blocks, sizes: tuple[int, int, int, int, int], **settings: Any) -> None:
-        """Keep a plan's lists and settings; the settings' names are attributes without their underscore."""
+        """Keep a plan's lists and settings; a setting `x` becomes the attribute `_x`."""
         num_rows, num_columns = sizes[:2]
         of_rows, of_columns = (
             torch.tensor([0, count], dtype=torch.int32, device=self.device) for count in (num_rows, num_columns)
@@ -65,7 +65,7 @@ class _Sparse(Planned):
 
 
 class BlockSparseAttentionWrapper(_Sparse):
-    """Attention under a matrix of blocks of one size, the same for all heads."""
+    """Attention under a matrix whose blocks have one size, and which all heads share."""
 
     def plan(
         self,
@@ -104,9 +104,9 @@ class BlockSparseAttentionWrapper(_Sparse):
         """Keep the blocks of a matrix and the settings of its attention.
 
         Args:
-            indptr, indices: [ceil(M / R) + 1] and [nnz], the columns of blocks in each row of blocks.
-            M, N: the number of queries, and of keys, a multiple of C.
-            R, C: the number of queries and of keys in a block.
+            indptr, indices: [ceil(M / R) + 1] and [nnz], the block columns in each block row.
+            M, N: the numbers of queries and of keys; N is a multiple of C.
+            R, C: the numbers of queries and of keys in a block.
             mask: bool [nnz, R, C], the visible entries within each block; lists then hold single keys.
             causal, pos_encoding_mode, packed_mask, block_mask, kv_block_lens, q2k_indices, q2k_num, q_scale, k_scale,
                 v_scale: not supported.
@@ -123,7 +123,7 @@ class BlockSparseAttentionWrapper(_Sparse):
         if R < 1 or C < 1 or N % C:
             raise InvalidInput(f"expected R >= 1 and C >= 1, which divides N, got {R=}, {C=}, {N=}")
         expect_indptr("indptr", indptr, -(-M // R))
-        # For each row of blocks, the columns of its blocks and their places in `indices`, then -1.
+        # For each block row, the columns of its blocks and their places in `indices`, then -1.
         places = torch.arange(len(indices), dtype=torch.int32, device=self.device)
         rows = block_table(indptr, self._moved("indices", indices)), block_table(indptr, places)
         token = torch.arange(M, device=self.device)
@@ -136,8 +136,8 @@ class BlockSparseAttentionWrapper(_Sparse):
                 raise InvalidInput(f"expected mask to be torch.bool {[len(indices), R, C]}, got {got}")
             lists, size = _divided(columns, C, 1)
             if len(indices):
-                is_there = mask.to(self.device)[places.clamp(min=0).long(), token[:, None] % R]
-                lists = lists.masked_fill(~is_there.flatten(1), -1)
+                is_visible = mask.to(self.device)[places.clamp(min=0).long(), token[:, None] % R]
+                lists = lists.masked_fill(~is_visible.flatten(1), -1)
         self._dtypes = planned_dtypes(q_data_type, kv_data_type, o_data_type)
         self._keep(
             Blocks(lists[:, None], size), (M, N, num_qo_heads, num_kv_heads, head_dim),
@@ -198,10 +198,10 @@ class BlockSparseAttentionWrapper(_Sparse):
 
 
 class VariableBlockSparseAttentionWrapper(_Sparse):
-    """Attention under a matrix of blocks of any sizes, another one for each KV head.
+    """Attention under matrices whose blocks have any sizes, one matrix for each KV head.
 
-    Lists hold single keys unless all sizes of columns are even. In the worst case they take four bytes for each visible
-    entry of the matrix.
+    The lists hold single keys if a block column has an odd size. In this worst case, they take four bytes for each
+    visible entry of the matrix.
     """
 
     def plan(
@@ -284,7 +284,7 @@ class VariableBlockSparseAttentionWrapper(_Sparse):
         Args:
             q: [num_qo_heads, qo_len, head_dim].
             k, v: [num_kv_heads, kv_len, head_dim].
-            out, lse: not supported; FlashInfer's are laid out by KV heads.
+            out, lse: not supported; in FlashInfer, they are grouped by KV heads.
             return_lse: return (out, lse), with lse f32 [num_qo_heads, qo_len] to base 2.
             enable_pdl: without effect.
 
@@ -321,7 +321,7 @@ def _largest_power(number: int) -> int:
 
 
 def _divided(columns: torch.Tensor, size: int, part: int | None = None) -> tuple[torch.Tensor, int]:
-    """Lists [M, W] of blocks of any size as lists of blocks whose size is a power of two, and that size."""
+    """Lists [M, W] of blocks of `size`, as lists of blocks of a power of two, `part`, and this power."""
     part = _largest_power(size) if part is None else part
     parts = torch.arange(size // part, dtype=torch.int32, device=columns.device)
     divided = columns[:, :, None] * (size // part) + parts

@@ -33,8 +33,9 @@ def top_k(
     Args:
         input: float [batch_size, d].
         k: up to d.
-        sorted: the largest first; otherwise by column.
-        deterministic, dsa_graph_safe: without effect: results are deterministic and need no host.
+        sorted: whether the entries are in descending order; otherwise they are in the order of their columns.
+        deterministic, dsa_graph_safe: without effect, because results are always deterministic and never wait for the
+            host.
         tie_break: a `TopKTieBreak`.
 
     Returns:
@@ -82,14 +83,16 @@ def top_k_page_table_transform(
         src_page_table: i32 [batch_size, max_page_table_length], the block tables. An entry stands for `page_size`
             positions.
         lengths: i32 [num_rows]; the window of row i is the columns `[row_starts[i], row_starts[i] + lengths[i])`, and
-            positions count from its start. If it has no more than k columns, all are selected. Of longer windows, -inf
-            and NaN are not selected.
+            positions count from its start. All columns of a window with at most k columns are selected. In longer
+            windows, -inf and NaN are never selected.
         k: up to 4096.
-        row_to_batch: i32 [num_rows], the row of `src_page_table` of each row; by default its own.
+        row_to_batch: i32 [num_rows], the row of `src_page_table` for each row of `input`; by default, row i has table
+            i.
         deterministic, dsa_graph_safe: without effect, as for `top_k`.
         tie_break: a `TopKTieBreak`.
         row_starts: i32 [num_rows], default 0.
-        page_table_row_starts: i32 [num_rows], the entry of the table where each row begins; default `row_starts`.
+        page_table_row_starts: i32 [num_rows], the entry of its table where each row's window begins; default
+            `row_starts`.
         page_size: positions per entry of `src_page_table`.
         out, out_raw_indices: i32 [num_rows, k], for the slots and for the positions.
     """
@@ -155,12 +158,12 @@ def _selected(
     stops = starts + lengths
     is_small = _tie_break(tie_break) == TopKTieBreak.SMALL
     with named_as({"logits": "input", "top_k": "k", "starts": "row_starts", "stops": "lengths"}):
-        if is_small:  # `top_k_indices` takes the larger of two columns
+        if is_small:  # if logits are equal, `top_k_indices` selects the larger column
             columns = width - 1 - top_k_indices(logits.flip(1), k, (width - stops).int(), (width - starts).int())
-            columns = columns.sort(1)[0]  # unused places, which are -1 there, are `width` here
+            columns = columns.sort(1)[0]  # the flip turns -1, an unused entry, into `width`
         else:
             columns = top_k_indices(logits, k, starts, stops)
     positions = torch.where((columns >= 0) & (columns < width), columns - starts[:, None], -1)
-    every = torch.arange(k, dtype=torch.int32, device=input.device)
-    everything = torch.where(every < lengths[:, None], every, -1)
-    return torch.where(lengths[:, None] <= k, everything, positions).int()
+    entry = torch.arange(k, dtype=torch.int32, device=input.device)
+    whole_window = torch.where(entry < lengths[:, None], entry, -1)
+    return torch.where(lengths[:, None] <= k, whole_window, positions).int()
