@@ -1,9 +1,9 @@
 """Prove and measure the kernels on a machine with a GPU that is available for only a few minutes.
 
     python -m benchmarks.device --prepare                      beforehand, on any machine: makes carried/
-    python -m benchmarks.device prove --out DIR                five minutes: are they right?
-    python -m benchmarks.device measure --out DIR              six minutes: how fast are they?
-    python -m benchmarks.device prove --device cpu --out DIR   a rehearsal: the same on a few small items
+    python -m benchmarks.device prove --out DIR                five minutes: are the kernels right?
+    python -m benchmarks.device measure --out DIR              six minutes: how fast are the kernels?
+    python -m benchmarks.device prove --device cpu --out DIR   a rehearsal of `prove` with a few small items
 
 Each call appends its results to DIR/record.jsonl as they arrive, and resumes from that record or from
 carried/record.jsonl. The exit status is 0 if nothing failed, 1 if something failed or nothing passed, and 2 if there is
@@ -33,7 +33,7 @@ from benchmarks.device.record import FAILED, NAME, PASSED, Record
 
 MINUTES = {"prove": 5.2, "measure": 6.0}
 REHEARSED, REHEARSAL_MINUTES = 3, 30  # items per phase, and minutes per call, in a rehearsal on a CPU
-RESERVE = 8.0  # seconds kept for ending processes and for the summary
+RESERVE = 8.0  # seconds reserved at the end of a call for killing processes and for the summary
 OVERDUE = 40.0  # seconds after its time limit at which a call is ended by force
 QUERIED = "name,driver_version,clocks.sm,clocks.mem,temperature.gpu,power.limit,memory.used,memory.total"
 ASKING_TORCH = "import torch; print(torch.cuda.get_device_name())"
@@ -47,7 +47,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__, formatter_class=form)
     parser.add_argument("call", nargs="?", choices=tuple(MINUTES), help="what to do on the device")
     parser.add_argument(
-        "--prepare", action="store_true", help="make the parts that are sent along; needs no GPU, but a network"
+        "--prepare",
+        action="store_true",
+        help="make the parts to send to the machine with the GPU; needs a network, but no GPU",
     )
     parser.add_argument(
         "--only", default="", metavar="PARTS", help="with --prepare: only these parts, separated by commas"
@@ -130,9 +132,9 @@ def conduct(options: argparse.Namespace) -> int:
     say(head[1])
     space = plan.SPACE if rehearsal else max(1.0, minutes / MINUTES[options.call])
     conductor = Conductor(options, record, Pool(options.device), began + 60 * minutes - RESERVE, space)
-    # the last resort; the record is already written
+    # the last resort if something hangs; the record is already written
     faulthandler.dump_traceback_later(60 * minutes + OVERDUE, exit=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # exit through `finally`
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raise SystemExit, so that `finally` runs
     try:
         conductor.run()
     finally:
@@ -147,7 +149,10 @@ def conduct(options: argparse.Namespace) -> int:
 
 
 class Conductor:
-    """Runs the phases of a call with the processes that each of them needs. `space` multiplies their time limits."""
+    """Runs the phases of a call, and starts the processes that each phase needs.
+
+    `space` multiplies the time limits of the phases.
+    """
 
     def __init__(self, options: argparse.Namespace, record: Record, pool: Pool, until: float, space: float) -> None:
         self.options, self.record, self.pool, self.until, self.space = options, record, pool, until, space
@@ -156,7 +161,9 @@ class Conductor:
 
     def run(self) -> None:
         words = [word.strip() for word in self.options.phases.split(",")]
-        phases = [one for one in plan.phases(self.options.call, self.record) if any(word in one.name for word in words)]
+        phases = [
+            phase for phase in plan.phases(self.options.call, self.record) if any(word in phase.name for word in words)
+        ]
         for phase, following in itertools.zip_longest(phases, phases[1:]):
             if self.until - time.monotonic() < LEAST:
                 say(f"{phase.name}: not begun, the time is up")
@@ -170,7 +177,7 @@ class Conductor:
         return min(phase.workers, self.cores)
 
     def begin(self, phase: plan.Phase, following: plan.Phase | None) -> None:
-        """End the processes that are not needed next, and start those of this phase and of the following one."""
+        """Start the processes of this phase and of the following one, and end all other processes."""
         ahead = following if following and not phase.alone and not following.alone else None
         self.pool.keep(phase.start, *([ahead.start] if ahead else []))
         self.pool.start_ahead(phase.start, min(self.workers(phase), self.most or self.cores))
@@ -186,7 +193,7 @@ class Conductor:
         )  # fmt: skip
         try:
             run.run()
-        except Exception as error:  # an error in this program costs a phase, not the whole call
+        except Exception as error:  # an error of this program ends the phase, not the whole call
             traceback.print_exc()
             message = f"{type(error).__name__}: {error}"
             self.record.write("item", phase=phase.name, item="", result=FAILED, message=message)

@@ -1,4 +1,4 @@
-"""Items: the named cases. Each is checked, then timed beside the installed peers, while nothing else runs."""
+"""Items: the named cases. Each case is checked, then timed together with the installed peers. Nothing else runs."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from ragged_attention.testing import environment
 LATENT = ("W9", "W10", "W11", "W12")
 ROUNDS, FEW_ROUNDS = 20, 3
 LENGTH = 48  # the longest sequence in a rehearsal on a CPU
-MANY_TOKENS = 64  # with more tokens, eager takes minutes and its time is of no interest
+MANY_TOKENS = 64  # with more tokens, eager takes minutes, and its time is not needed
 
 
 class Items:
@@ -29,7 +29,7 @@ class Items:
             self.machine = run.Machine("torch", True, run.this_machine("torch").name, *rates)
 
     def facts(self) -> dict[str, Any]:
-        """The measured rates from which floors are computed, and which of torch's peers are installed."""
+        """The measured rates from which floors are computed, and whether each of torch's peers is installed."""
         from benchmarks.peers import registry
 
         return {
@@ -56,7 +56,8 @@ class Items:
                 case, self.machine, backends, with_peers=self.with_peers, rounds=ROUNDS if gpu else FEW_ROUNDS
             )
         rows = [result.as_json() for result in results]
-        broken = [one for one in results if one.who in backends and one.why and not one.why.startswith("Unsupported")]
+        ours = [result for result in results if result.who in backends]
+        broken = [result for result in ours if result.why and not result.why.startswith("Unsupported")]
         message = "; ".join(f"{result.who}: {result.why}" for result in broken)
         return {"result": FAILED if broken else PASSED, "message": message, "rows": rows}
 
@@ -69,7 +70,7 @@ class Items:
             torch.cuda.empty_cache()
 
 
-CALLS = 2  # calls before the one that is profiled
+CALLS = 2  # calls before the profiled call
 
 
 def call(name: str, backend: str) -> None:

@@ -1,6 +1,6 @@
-"""The parts that `--prepare` made on another machine, and their use in a call: kernels, a library, wheels, peers.
+"""How a call uses the parts that `--prepare` made on another machine: kernels, a library, wheels, peers.
 
-A machine that is lent for minutes has no network, and compiling there would use up most of the time. Everything that
+A machine that is available for minutes has no network, and compiling there would take most of the time. Everything that
 can be made in advance is sent in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks
 it into the folder for temporary files, since the checkout and the home folder may be read-only.
 """
@@ -27,7 +27,7 @@ from ragged_attention.host import caches
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "carried"
 MANIFEST, MODIFIED = "manifest.json", "-modified"
-# Part PART is the file PART.tar.xz, which is unpacked into a folder of that name. `site` holds Python packages.
+# The file of part PART is PART.tar.xz. It is unpacked into the folder PART. `site` has Python packages.
 TRITON, LIBRARY, PEERS, SITE = PARTS = ("triton", "library", "peers", "site")
 FOR_MEASURING = (PEERS,)
 KERNELS = ("src", "reference", "kernels_triton", "kernels_pallas", "kernels_cuda")  # the sources that results depend on
@@ -41,16 +41,16 @@ def unpacked() -> Path:
 
 
 def manifest() -> dict[str, Any]:
-    """The manifest of the folder: its parts, and the commit that they were made from. Empty if nothing was carried."""
+    """The manifest of carried/: its parts, and the commit from which they were made. Empty if there is no manifest."""
     with contextlib.suppress(FileNotFoundError, ValueError):
         return json.loads((FOLDER / MANIFEST).read_text())
     return {}
 
 
 def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
-    """A digest of the sources. It does not need git."""
+    """A digest of the source files. It works without git."""
     digest = hashlib.sha256()
-    # Links in src lead to folders at the root, which the list names themselves.
+    # Links in src are skipped, because they lead to folders that the list names too.
     paths = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES)
     for path in sorted(paths):
         if not any(parent.is_symlink() for parent in path.parents):
@@ -59,15 +59,15 @@ def source_digest(folders: tuple[str, ...] = SOURCES) -> str:
 
 
 def is_stale() -> bool:
-    """Whether the carried parts were made from sources that differ from the present ones."""
+    """Whether the carried parts were made from other sources than the present sources."""
     return bool(known := manifest()) and known["sources"] != source_digest()
 
 
 def commit() -> str:
-    """The commit of the carried parts if they were made from the present sources, otherwise that of the checkout.
+    """The commit of the sources, or "" if it is unknown.
 
-    The folder sent to the device may have the files of a commit, but no git. A commit is marked as modified if files
-    differ from it.
+    It is the carried parts' commit if they were made from the present sources, because the folder sent to the device
+    may have no git. Otherwise it is the checkout's commit. A commit is marked as modified if files differ from it.
     """
     if (known := manifest()) and not is_stale():
         return known["commit"]
@@ -108,7 +108,7 @@ def unpack(*, measuring: bool) -> dict[str, Any]:
 
 
 def _move_groups(cache: Path) -> None:
-    """Triton's cache lists a kernel's files by absolute path. Write the paths on this machine."""
+    """Rewrite the absolute paths in Triton's cache, since the folder has another path on this machine."""
     for path in cache.glob("*/__grp__*"):
         group = json.loads(path.read_text())
         group["child_paths"] = {name: str(path.parent / name) for name in group["child_paths"]}
@@ -119,16 +119,16 @@ def _move_groups(cache: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Settings that all processes share, so that each finds the kernels compiled by the others.
+    """Environment variables that all processes share, so that a kernel is compiled only once.
 
-    Caches are in writable folders.
+    They place caches in writable folders.
     """
     base = unpacked()
     settings = {
         "TRITON_CACHE_DIR": str(base / TRITON),
         "TRITON_DEFAULT_FP_FUSION": "1",  # part of each compiled kernel's key
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # otherwise jax would take three quarters of the GPU's memory
-        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise each process would start one per core
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",  # otherwise each process would start a compiler per core
     }
     if not _home_is_writable():
         names = ("XDG_CACHE_HOME", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH")
@@ -164,9 +164,10 @@ def use(device: str) -> None:
 def steady_kernel_keys() -> None:
     """Make every process use the same names for kernels in Triton's cache.
 
-    The names depend on Triton's own files, which may differ between machines. Here Triton's version replaces them. In
-    addition, Triton 3.6 considers the globals of a called function only if that function was named before, so a
-    kernel's name depends on which kernel runs first. So all functions are named at once, in a fixed order.
+    The names depend on Triton's own files, which may differ between machines. Here Triton's version replaces the files.
+    In addition, Triton 3.6 includes the globals of a called function only if that function already has a name. A
+    kernel's name would then depend on which kernel runs first. So all functions get their names at once, in a fixed
+    order.
     """
     if version("triton") is None:
         return
@@ -179,7 +180,7 @@ def steady_kernel_keys() -> None:
     for module in map(importlib.import_module, names):
         for _, function in sorted(vars(module).items()):
             if isinstance(function, kind):
-                function.cache_key  # noqa: B018  (this names the function)
+                function.cache_key  # noqa: B018  (this computes the name)
 
 
 def version(package: str) -> str | None:
@@ -191,5 +192,5 @@ def version(package: str) -> str | None:
 
 
 def size() -> int:
-    """The bytes of the folder."""
+    """The number of bytes in carried/."""
     return sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""Items: checks that need a device: graph capture and replay, torch.compile, streams, no synchronisation."""
+"""Items: checks that need a device, such as graph capture and replay, torch.compile, streams, no synchronisation."""
 
 import importlib
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ def compiled(case: Case, backend: str, device: str) -> None:
 
 
 def replayed(case: Case, backend: str, device: str) -> None:
-    """Check that a captured call is right when replayed after the lengths and queries have changed in place."""
+    """Check that the replay of a captured call is right after the lengths and queries have changed in place."""
     import torch
 
     from benchmarks import timing
@@ -82,7 +82,7 @@ def replayed(case: Case, backend: str, device: str) -> None:
 
 
 def on_another_stream(case: Case, backend: str, device: str) -> None:
-    """Check that a call on its own stream waits for that stream's work and for nothing else."""
+    """Check that a call on another stream waits for the earlier work of that stream."""
     import torch
 
     inputs = case.torch_inputs(3, device)
@@ -136,7 +136,7 @@ ON_A_GPU: dict[str, Callable[..., None]] = {
     "replayed": replayed, "on another stream": on_another_stream, "without waiting": without_waiting, **ANYWHERE
 }  # fmt: skip
 TIMED = "flat in padding"
-# with new queries, a gradient's other arguments would not belong to its forward pass
+# These checks change the queries. A gradient is left out, because its `out` and `lse` belong to the old queries.
 NEW_QUERIES = ("replayed", "on another stream")
 
 
@@ -147,9 +147,9 @@ class Items:
         self.calls = dict(self._calls())
 
     def _calls(self) -> Iterator[tuple[str, tuple[Callable[..., None], Case, str]]]:
-        """Names, each with its check, case and backend. In a rehearsal on a CPU, eager replaces Triton.
+        """Yield (name, (check, case, backend)). In a rehearsal on a CPU, eager replaces Triton.
 
-        The items of `TIMED` measure time, so nothing else may use the device meanwhile.
+        Items whose name starts with `TIMED` measure time, so nothing else may use the device meanwhile.
         """
         gpu = self.device == "cuda"
         for backend, names in SMALL.items():

@@ -1,4 +1,4 @@
-"""Checks of the CUDA kernels for a machine with a Hopper GPU. On a CPU they run in the emulation."""
+"""Checks of the CUDA kernels for a machine with a Hopper GPU. On a CPU the kernels run in the emulation."""
 
 import contextlib
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ def _small(name: str, heads: int, num_seqs: int = 3, **fields: Any) -> LatentCas
     return batch(name, "-", num_seqs, heads, max_len=150, **fields)
 
 
-# A case for each kernel and each way in which it finds its rows. They are small, since a checker slows kernels down a
-# hundredfold.
+# A case for each kernel and each way to address rows (pages or lists). The cases are small, since a memory checker
+# slows kernels down a hundredfold.
 SMALL = (
     _small("dense", 128, num_q_tokens=2, causal=True),
     _small("dense_odd_pages", 16, page_size=24, dtype="float16"),
@@ -40,7 +40,7 @@ SMALL = (
 
 
 def exercise(seeds: int, device: str = "cuda", cases: tuple[LatentCase, ...] = SMALL) -> None:
-    """Run every kind of call with one and with several splits, with valid tables and with arbitrary numbers in them."""
+    """Run every kind of call with one and with two KV splits, with valid index arrays and with arbitrary ones."""
     for seed in range(seeds):
         for case in cases:
             _valid(case, seed, device)
@@ -48,7 +48,7 @@ def exercise(seeds: int, device: str = "cuda", cases: tuple[LatentCase, ...] = S
 
 
 def _valid(case: LatentCase, seed: int, device: str) -> None:
-    """Check that results are right with any number of splits, and in a decode with a schedule."""
+    """Check results with one and two KV splits, and for a decode also with a schedule."""
     import ragged_attention.torch as front
 
     inputs = case.torch_inputs(seed, device)
@@ -66,7 +66,7 @@ def _valid(case: LatentCase, seed: int, device: str) -> None:
 
 
 def _invalid(case: LatentCase, seed: int, device: str) -> None:
-    """Check that results are finite. The memory checkers see whether anything outside the arrays is touched."""
+    """Check that results are finite with arbitrary index arrays. A memory checker sees any stray access."""
     import torch
 
     import ragged_attention.torch as front
@@ -86,7 +86,7 @@ def _invalid(case: LatentCase, seed: int, device: str) -> None:
 
 @contextlib.contextmanager
 def in_place(device: str) -> Iterator[None]:
-    """A context in which backend `cuda` runs: on the device, or on a CPU in the emulation if that can be built."""
+    """A context in which backend `cuda` runs. On a CPU it runs in the emulation, if the emulation can be built."""
     emulated = device == "cpu" and absent(device) is None
     with kernels_cuda.emulating() if emulated else contextlib.nullcontext():
         yield

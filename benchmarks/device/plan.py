@@ -1,9 +1,9 @@
 """The phases of the two calls, their order, and their time limits.
 
-`prove` checks whether the kernels are right: all of them in five minutes, the most informative items first. `measure`
-repeats the items that failed in `prove`, also compiled and launched in other ways, and then times the kernels. The
-limits are for a machine with 16 cores. A phase that ends early leaves its time to the next ones, and the last phases
-use the rest.
+`prove` checks whether the kernels are right. It checks all kernels in five minutes, with the most informative items
+first. `measure` repeats the items that failed in `prove`, some of them also compiled or launched in other ways, and
+then times the kernels. The limits are for a machine with 16 cores. If a phase ends early, the next phases get its time,
+and the last phases use all time that remains.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ WITHOUT_PDL, WITHOUT_PEERS = "without-pdl", "without-peers"
 FURTHEST = 3  # number of cases that are profiled
 SPACE = 8  # time limits in a rehearsal on a CPU are this many times as long
 NEVER_REACHED, RUN_ALREADY = 1, 3  # values of `Record.turns`
-REPEATED, MOST_REPEATS = 75.0, 9  # seconds for all repeated phases together, and how many there are at most
-ENOUGH = 10.0  # seconds: an item that got this much time without an answer hangs, whatever its limit
-TELLING = 6  # failed items that are run in other ways: one of each kind of failure
-# Many processes share the cores, and each product of the reference would otherwise use all of them.
+REPEATED, MOST_REPEATS = 75.0, 9  # the seconds for all repeated phases together, and their greatest number
+ENOUGH = 10.0  # seconds after which an item without an answer counts as hanging, even if its own limit is longer
+TELLING = 6  # the most failed items that are run in other ways, one for each kind of failure
+# Many processes share the cores. Without this setting, each product of the reference would use all cores.
 ONE_THREAD = tuple((f"{name}_NUM_THREADS", "1") for name in ("OMP", "OPENBLAS", "MKL", "NUMBA"))
 Choice = Callable[[Record, list[str]], list[str]]
 
@@ -51,12 +51,12 @@ class Phase:
     item_seconds: float
     seconds: float
     every: int = 1  # run every n-th item only
-    alone: bool = False  # nothing else may run at the same time, because this phase measures time
-    always: bool = False  # also run items that have passed, since the machine may be another one
+    alone: bool = False  # nothing else may run meanwhile, because this phase measures time
+    always: bool = False  # also run items that have passed, since this may be another machine
     choose: Choice | None = None  # selects the items if they depend on the record
 
     def select(self, record: Record, names: list[str], most: int = 0) -> list[str]:
-        """The items to be run, those that failed before first. `most`, unless 0, limits their number."""
+        """The items to run. Items that failed before come first. `most` limits their number, unless it is 0."""
         wanted = self.choose(record, names) if self.choose else names[:: self.every]
         if most and len(wanted) > most:
             wanted = wanted[:: -(-len(wanted) // most)]
@@ -105,7 +105,7 @@ def bench(name: str, cases: str, seconds: float, *options: str, choose: Choice |
 
 
 def failed_cases(record: Record, names: list[str]) -> list[str]:
-    """The cases that failed, perhaps because of a peer: an illegal access in a peer leaves ours untimed too."""
+    """The cases that failed. The cause may be a peer, whose illegal access prevents our measurements too."""
     last = record.items()
     return [name for name in names if last.get((BENCH, name), {}).get("result") == FAILED]
 
@@ -154,7 +154,7 @@ def newer_ptxas() -> str | None:
 
 
 def ways() -> dict[str, Callable[[Phase], Phase]]:
-    """Ways to repeat a phase: unchanged, and with changes that tell compiler errors from ours."""
+    """Ways to repeat a phase: unchanged, and with changes that show whether a failure is a compiler error."""
     changes: dict[str, Callable[[Phase], Phase]] = {"": lambda phase: phase}
     if path := newer_ptxas():
         more = ("TRITON_PTXAS_PATH", path)
@@ -168,9 +168,10 @@ def _started(phase: Phase, **changes: tuple) -> Phase:
 
 
 def repeats(record: Record) -> Iterator[Phase]:
-    """Phases that repeat the failed items of `prove`. One of each kind of Triton failure also runs in the other ways.
+    """Phases that repeat the failed items of `prove`.
 
-    Together they take at most `REPEATED` seconds, so that the call measures however many items have failed.
+    For each kind of Triton failure, one item also runs in the other ways. The phases together take at most `REPEATED`
+    seconds, so that time for measurements remains.
     """
     repeated = sorted(_repeats(record), key=lambda phase: way_of(phase.name) != "")[:MOST_REPEATS]
     for phase in repeated:

@@ -1,8 +1,8 @@
-"""Worker processes, and the run of a phase's items on several of them.
+"""Worker processes, and the run of a phase's items on several processes.
 
 Each item runs in a worker process with a time limit. A crash, a hang, a poisoned CUDA context or a lack of GPU memory
-costs only the item that caused it: its process is killed, and the next item gets another one. Neither this module nor
-its users import torch or jax, so the process that conducts a call never touches the device.
+costs only the item that caused it: its process is killed, and the next item gets another process. Neither this module
+nor its users import torch or jax, so the process that conducts a call never touches the device.
 """
 
 import concurrent.futures
@@ -26,13 +26,13 @@ from benchmarks.device.plan import ENOUGH, Phase, Start
 from benchmarks.device.record import CANNOT, FAILED, LATE, Record
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 120.0  # for a process's imports, while other processes import too
-END_SECONDS = 10.0  # for killed processes to exit; a driver may delay one
-LEAST = 2.0  # seconds: nothing is begun with less time left
-MOST_STARTS = 3  # failed starts in a row after which a phase is given up
+START_SECONDS = 120.0  # limit for the start of a process, which imports while other processes import too
+END_SECONDS = 10.0  # limit for the exit of killed processes, which a driver may delay
+LEAST = 2.0  # seconds; nothing begins with less time left
+MOST_STARTS = 3  # failed starts in a row after which a phase ends
 DUMPED = 2**16  # bytes at the end of standard error that are searched for the place of a crash
-# Settings of the machine's image that would change what is compiled or where things run are dropped, except the
-# driver's location.
+# Environment variables of the machine that are dropped, because they would change what is compiled or where it runs.
+# NEEDED, the driver's location, is kept.
 DROPPED = ("TRITON_", "JAX_PLATFORMS", "XLA_FLAGS", "CUDA_LAUNCH_BLOCKING")
 NEEDED = ("TRITON_LIBCUDA_PATH",)
 
@@ -96,7 +96,7 @@ class Worker:
         return self.facts
 
     def ask(self, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        with contextlib.suppress(BrokenPipeError, ValueError):  # if so, `_answer` reports how the process ended
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the process has ended; `_answer` reports how
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps({**request, "seconds": seconds}) + "\n")
             self._process.stdin.flush()
@@ -111,7 +111,7 @@ class Worker:
     def end(self, *, dump: bool = False, seconds: float = END_SECONDS) -> str:
         """Kill the process and return the end of its standard error.
 
-        With `dump`, the process first writes where it hangs.
+        With `dump`, the process first writes stack traces, which show where it hangs.
         """
         if dump:
             with contextlib.suppress(ProcessLookupError):
@@ -120,7 +120,7 @@ class Worker:
         self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(max(0.1, seconds))
-        with self._ending:  # the phase and the end of the call may both get here
+        with self._ending:  # the phase and the end of the call may both end this process
             if self._errors.closed:
                 return ""
             self._errors.seek(0, os.SEEK_END)
@@ -136,7 +136,7 @@ def last_dump(text: str) -> str:
     """The part of standard error that shows why a process ended: the last dump, with the innermost frames first."""
     lines = [line for line in text.splitlines() if not line.startswith("Extension modules:")]
     dumps = [number for number, line in enumerate(lines) if worker.DUMPS in line or line.startswith("Fatal Python")]
-    # A dump lists every thread. The one that runs the items comes last.
+    # A dump lists every thread. The thread that runs the items comes last.
     text = "\n".join(lines[dumps[-1] :]) if dumps else "\n".join(lines)
     return (text[: worker.LONGEST] if dumps else text[-worker.LONGEST :]).strip()
 
@@ -150,22 +150,22 @@ def environment(more: dict[str, str]) -> dict[str, str]:
 
 
 def end_all(workers: Iterable[Worker]) -> None:
-    """Kill all the processes, then wait for them."""
+    """Kill all the processes, then wait until they have exited."""
     workers, until = list(workers), time.monotonic() + END_SECONDS
-    for one in workers:
-        one.kill()
-    for one in workers:
-        one.end(seconds=until - time.monotonic())
+    for process in workers:
+        process.kill()
+    for process in workers:
+        process.end(seconds=until - time.monotonic())
 
 
 @dataclasses.dataclass
 class Pool:
-    """Processes that are kept from phase to phase, by the way in which they were started."""
+    """Processes that stay from phase to phase. A phase reuses those that were started in the way it needs."""
 
     device: str
     idle: list[Worker] = dataclasses.field(default_factory=list)
     running: set[Worker] = dataclasses.field(default_factory=set)
-    stopping: bool = False  # nothing more is begun, and a killed item has not failed
+    stopping: bool = False  # the call is ending: nothing more begins, and a killed item does not count as failed
     _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     # A process dies with the thread that started it (PR_SET_PDEATHSIG), so one thread starts all processes.
     _starter: concurrent.futures.Executor = dataclasses.field(
@@ -176,9 +176,9 @@ class Pool:
         return self._starter.submit(Worker, start, self.device).result()
 
     def take(self, start: Start) -> Worker:
-        """A process with this start: an idle one if possible, otherwise a new one."""
+        """A process that was started in this way: an idle process if possible, otherwise a new process."""
         with self._lock:
-            found = next((one for one in self.idle if one.start == start), None)
+            found = next((process for process in self.idle if process.start == start), None)
             if found:
                 self.idle.remove(found)
         taken = found or self._started(start)
@@ -186,36 +186,36 @@ class Pool:
             self.running.add(taken)
         return taken
 
-    def give(self, one: Worker) -> None:
+    def give(self, process: Worker) -> None:
         with self._lock:
-            self.running.discard(one)
-            self.idle.append(one)
+            self.running.discard(process)
+            self.idle.append(process)
 
-    def drop(self, one: Worker, *, dump: bool = False) -> str:
+    def drop(self, process: Worker, *, dump: bool = False) -> str:
         with self._lock:
-            self.running.discard(one)
-        return one.end(dump=dump)
+            self.running.discard(process)
+        return process.end(dump=dump)
 
     def start_ahead(self, start: Start, count: int) -> None:
-        """Start processes before they are needed, so that they import while others still work."""
-        missing = count - sum(one.start == start for one in self.idle)
+        """Start processes before they are needed, so that they import while other processes still work."""
+        missing = count - sum(process.start == start for process in self.idle)
         started = [self._started(start) for _ in range(max(0, missing))]
         with self._lock:
             self.idle += started
 
     def keep(self, *starts: Start) -> None:
-        """End all idle processes except those with these starts."""
+        """End all idle processes except those that were started in one of these ways."""
         with self._lock:
-            gone = [one for one in self.idle if one.start not in starts]
-            self.idle = [one for one in self.idle if one.start in starts]
-        end_all(gone)
+            ended = [process for process in self.idle if process.start not in starts]
+            self.idle = [process for process in self.idle if process.start in starts]
+        end_all(ended)
 
     def end(self) -> None:
         self.stopping = True
         with self._lock:
-            gone = [*self.idle, *self.running]
+            ended = [*self.idle, *self.running]
             self.idle, self.running = [], set()
-        end_all(gone)
+        end_all(ended)
         self._starter.shutdown()
 
 
@@ -228,7 +228,7 @@ class PhaseRun:
     record: Record
     until: float
     workers: int
-    select: Callable[[list[str]], list[str]]  # selects the items to be run from all names
+    select: Callable[[list[str]], list[str]]  # selects the items to run from the names of all items
     todo: "queue.Queue[str]" = dataclasses.field(default_factory=queue.Queue)
     failed_starts: int = 0
 
@@ -241,7 +241,7 @@ class PhaseRun:
         return self.left > LEAST and self.failed_starts < MOST_STARTS and not self.pool.stopping
 
     def run(self) -> None:
-        """Run the items, on several processes at a time. The next call runs the items for which there is no time."""
+        """Run the items on several processes at a time. Items for which time is too short are left to the next call."""
         began, name = time.monotonic(), self.phase.name
         first = self._listed()
         if first is None:
@@ -261,17 +261,17 @@ class PhaseRun:
 
     def _listed(self) -> Worker | None:
         """Put the items into the queue. Returns the process that listed them, or None if there is nothing to run."""
-        one = self.pool.take(self.phase.start)
+        process = self.pool.take(self.phase.start)
         try:
-            facts = one.ready(min(START_SECONDS, self.left))
-            answer = one.ask({"list": self.phase.what}, self.left)
+            facts = process.ready(min(START_SECONDS, self.left))
+            answer = process.ask({"list": self.phase.what}, self.left)
             if "names" not in answer:
                 raise Ended(answer["absent"])
         except Late:
-            self._cannot(f"no list of items in time\n{self.pool.drop(one, dump=True)}")
+            self._cannot(f"no list of items in time\n{self.pool.drop(process, dump=True)}")
             return None
         except Ended as ended:
-            self._cannot(f"{ended}\n{self.pool.drop(one)}".strip())
+            self._cannot(f"{ended}\n{self.pool.drop(process)}".strip())
             return None
         names = answer["names"]
         todo = self.select(names)
@@ -279,49 +279,49 @@ class PhaseRun:
         for item in todo:
             self.todo.put(item)
         if not todo:
-            self.pool.give(one)
+            self.pool.give(process)
             return None
-        return one
+        return process
 
     def _cannot(self, message: str) -> None:
         self.record.write("item", phase=self.phase.name, item="", result=CANNOT, message=message[: worker.LONGEST])
 
-    def _work(self, one: Worker | None) -> None:
+    def _work(self, process: Worker | None) -> None:
         """Run items one after another, in one process as long as it is usable."""
         while self.goes_on:
             try:
                 item = self.todo.get_nowait()
             except queue.Empty:
                 break
-            one = self._started(one)
-            if one is None:
+            process = self._started(process)
+            if process is None:
                 self.todo.put(item)
                 continue
-            if not self._one(one, item):
-                one = None
-        if one:
-            self.pool.give(one)
+            if not self._run_item(process, item):
+                process = None
+        if process:
+            self.pool.give(process)
 
-    def _started(self, one: Worker | None) -> Worker | None:
-        one = one or self.pool.take(self.phase.start)
+    def _started(self, process: Worker | None) -> Worker | None:
+        process = process or self.pool.take(self.phase.start)
         limit = min(START_SECONDS, self.left)
         try:
-            one.ready(limit)
+            process.ready(limit)
         except Late:
-            if limit < START_SECONDS:  # the time of the phase is up, and the next one may want the process
-                self.pool.give(one)
+            if limit < START_SECONDS:  # the time of the phase is up, but the next phase may need the process
+                self.pool.give(process)
             else:
-                self.pool.drop(one)
+                self.pool.drop(process)
                 self.failed_starts += 1
             return None
         except Ended:
-            self.pool.drop(one)
+            self.pool.drop(process)
             self.failed_starts += 1
             return None
         self.failed_starts = 0
-        return one
+        return process
 
-    def _one(self, one: Worker, item: str) -> bool:
+    def _run_item(self, process: Worker, item: str) -> bool:
         """Run an item. Returns False if its process must not be used again."""
         limit, began = min(self.phase.item_seconds, self.left), time.monotonic()
 
@@ -333,20 +333,20 @@ class PhaseRun:
                 self._write_result(item, {"result": FAILED, "message": message, "seconds": seconds})
 
         try:
-            answer = one.ask({"what": self.phase.what, "run": item}, limit)
+            answer = process.ask({"what": self.phase.what, "run": item}, limit)
         except Late:
-            last = self.pool.drop(one, dump=True)
-            if limit < min(self.phase.item_seconds, ENOUGH):  # the time of the phase was up, not that of the item
+            last = self.pool.drop(process, dump=True)
+            if limit < min(self.phase.item_seconds, ENOUGH):  # the phase's time was up before the item's
                 self.todo.put(item)
             else:
                 failed(f"{LATE} {limit:.0f} s\n{last}")
             return False
         except Ended as ended:
-            failed(f"{ended}\n{self.pool.drop(one)}")
+            failed(f"{ended}\n{self.pool.drop(process)}")
             return False
         self._write_result(item, answer)
         if answer.get("poisoned"):
-            self.pool.drop(one)
+            self.pool.drop(process)
             return False
         return True
 

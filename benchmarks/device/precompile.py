@@ -2,10 +2,10 @@
 
     python -m benchmarks.device.precompile CACHE --list FILE [--shard 0/2] [--kinds corners,drawn,checks,bench,peers]
 
-runs the suite and the cases with a stand-in for Triton's driver: kernels are compiled for `sm_90` and launched on
-nothing, and the C code that launches them is compiled too. The names of the cache's folders that were used are written
-to FILE. The command must run with the versions of Triton and Python on the machine with the GPU; `prepare` starts it
-that way.
+The command runs the suite and the cases with a stand-in for Triton's driver. Kernels are compiled for `sm_90`, but a
+launch does nothing. The C code that launches kernels is compiled too. The names of the used folders of the cache are
+written to FILE. The command must run with the versions of Triton and Python on the machine with the GPU, and `prepare`
+starts it with these versions.
 """
 
 import argparse
@@ -32,14 +32,15 @@ from ragged_attention.testing import environment
 ARCH = "sm_90"
 KINDS = ("bench", "checks", "corners", "peers", "drawn")
 STUB = "libcuda.so.1"
-# comparisons that are skipped, since nothing is computed
+# the comparisons to skip, since nothing is computed
 COMPARISONS = ("agrees", "identical", "logits_agree", "chosen_agree")
 
 
 def stub_of_the_driver(folder: Path) -> None:
-    """Build a library with the driver's name and with the functions that Triton's launchers call, which do nothing.
+    """Build a library with the driver's name. Triton's launchers link against its functions, which do nothing.
 
-    With an empty library the linker could drop the reference to it, and such a launcher would not load on the device.
+    If the library had no functions, the linker could drop the reference to it. Then a launcher would not load on the
+    device.
     """
     launchers = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia"  # type: ignore[union-attr,arg-type]
     sources = [path.read_text() for path in launchers.glob("driver.*")]
@@ -61,7 +62,7 @@ class Used:
         self.compiled += not cache_hit
 
     def module(self, name: str, path: str) -> Any:
-        """Stands for a C module, which could not be loaded without the driver."""
+        """A stand-in for a compiled C module, which could not be loaded without the driver."""
         del name
         self.folders.add(Path(path).parent.name)
         return registry.Nothing()
@@ -137,7 +138,7 @@ def of_suite(kinds: Sequence[str]) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 @contextlib.contextmanager
 def nothing_compared() -> Iterator[None]:
-    """A context without comparisons. Kernels are launched on nothing here, so results hold random memory."""
+    """A context without comparisons. Launches do nothing here, so results are uninitialised memory."""
     compare = importlib.import_module("ragged_attention.testing.compare")
     with contextlib.ExitStack() as stack:
         for name in COMPARISONS:
@@ -167,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def compile_all(kinds: Sequence[str], which: int, count: int, peers: Path | None) -> tuple[Used, dict[str, str]]:
-    """Make all calls of a shard, and return those that failed. They are left to the device."""
+    """Make all calls of a shard. Returns the used folders, and the failed calls, which the device must compile."""
     from benchmarks import overhead
     from ragged_attention.testing import torch_front
     from ragged_attention.tools.samples import device_of

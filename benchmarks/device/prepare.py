@@ -1,14 +1,14 @@
 """Make the parts that are sent to a machine with a GPU: `python -m benchmarks.device --prepare`.
 
-There are four parts. Each is made anew only if its sources have changed:
+There are four parts. A part is made again only if its sources have changed:
 
     triton    our Triton kernels and vLLM's, compiled for that machine by the versions in constraints-device.txt
     library   our CUDA kernels, compiled by nvcc
     peers     FlashMLA, FlashAttention-3 and vLLM's Triton kernels, from vLLM's wheel
     site      Python packages that the machine lacks
 
-The first part takes twenty minutes on two cores the first time. Compiled kernels are kept, so later only those are
-compiled whose source changed. No GPU is needed, but a network is.
+The first part takes twenty minutes on two cores the first time. Compiled kernels are kept, so later runs compile only
+kernels whose source has changed. A network is needed, but no GPU.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from benchmarks.device.carried import FOLDER, LIBRARY, PEERS, ROOT, SITE, TRITON
 CACHE = ROOT / ".cache" / "device"  # compiled kernels and downloads from which the parts are made
 PYTHON = ROOT / ".venv-device" / "bin" / "python"
 CONSTRAINTS = ROOT / "constraints-device.txt"
-LIMIT = 64 * 2**20  # most bytes of the tree and of the ignored folders that are sent
+LIMIT = 64 * 2**20  # the most bytes that may be sent: the tree and the ignored folders, such as carried/
 LACKING = ("jax-triton",)  # packages that the device machine lacks
 KEPT = (".cubin", ".json", ".so")  # suffixes of a compiled kernel's files that are needed to run it
 COMPILED_FROM = ("src", "kernels_triton", "benchmarks/cases", "benchmarks/device/precompile.py")
@@ -69,7 +69,7 @@ def prepare(only: Sequence[str] = ()) -> int:
 
 
 def parts() -> dict[str, tuple[Callable[[], str], Callable[[Path], dict[str, Any]]]]:
-    """For each part, a function for the digest of its sources, and the function that makes it."""
+    """Part -> (a function that returns the digest of its sources, a function that makes the part)."""
     return {
         TRITON: (lambda: _digest(CONSTRAINTS, *_sources()), compiled_kernels),
         LIBRARY: (_library_name, cuda_library),
@@ -109,8 +109,8 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
         if any(process.wait() for process in started):
             raise RuntimeError("a process that compiles kernels failed")
         reports = [json.loads(file.read_text()) for file in Path(lists).glob("*.json")]
-    folders = {folder for one in reports for folder in one["folders"]}
-    failed = {name: why for one in reports for name, why in one["failed"].items()}
+    folders = {folder for report in reports for folder in report["folders"]}
+    failed = {name: why for report in reports for name, why in report["failed"].items()}
     for name, why in list(failed.items())[:10]:
         print(f"  not compiled ahead: {name}: {why}")
     for gone in {entry.name for entry in cache.iterdir()} - folders:
@@ -120,22 +120,22 @@ def compiled_kernels(path: Path) -> dict[str, Any]:
 
 
 def pack_kernels(path: Path, cache: Path, folders: Iterable[str]) -> None:
-    """Pack folders of Triton's cache. Similar files are adjacent, which compresses best."""
+    """Pack folders of Triton's cache. Similar files are adjacent, so that they compress well."""
     files = [file for folder in folders for file in (cache / folder).iterdir() if file.suffix in KEPT]
     files.sort(key=lambda file: (file.suffix, file.name, file.parent.name))
     _pack(path, ((file, f"{file.parent.name}/{file.name}") for file in files))
 
 
 def python() -> Path:
-    """The Python of an environment with the device machine's versions. It is made if it is missing."""
+    """The Python of an environment with the device machine's versions. The environment is made if it is missing."""
     subprocess.run(["make", "--no-print-directory", ".venv-device/all"], cwd=ROOT, check=True)
     return PYTHON
 
 
 def _sources() -> list[Path]:
-    found = [ROOT / name for name in COMPILED_FROM]
-    inside = [file for one in found for file in (one.rglob("*.py") if one.is_dir() else [one])]
-    return sorted(file for file in inside if not any(parent.is_symlink() for parent in file.parents))
+    paths = [ROOT / name for name in COMPILED_FROM]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    return sorted(file for file in files if not any(parent.is_symlink() for parent in file.parents))
 
 
 def _library_name() -> str:
@@ -176,7 +176,7 @@ def peers(path: Path) -> dict[str, Any]:
 
 
 def site(path: Path) -> dict[str, Any]:
-    """Pack the unpacked wheels of packages without binaries."""
+    """Pack the files from the wheels of LACKING, which have no binaries."""
     with tempfile.TemporaryDirectory() as folder:
         pinned = [f"{name}=={_pins()[name]}" for name in LACKING]
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
@@ -194,7 +194,7 @@ def site(path: Path) -> dict[str, Any]:
 
 
 def _pack(path: Path, files: Iterable[tuple[Path, str]]) -> None:
-    """Write a tar.xz of files under their new names. Equal files give equal bytes."""
+    """Write a tar.xz of (file, new name). Equal files give equal bytes."""
     unfinished = path.with_name(f"{path.name}.part")
     with lzma.open(unfinished, "wb", preset=6) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
         for file, name in files:
@@ -206,7 +206,7 @@ def _pack(path: Path, files: Iterable[tuple[Path, str]]) -> None:
 
 
 def tree_size() -> int:
-    """The bytes of the tree, or 0 if git cannot list it."""
+    """The bytes of all files in `tree`, or 0 if git cannot list them."""
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         return sum(path.lstat().st_size for path in tree())
     return 0

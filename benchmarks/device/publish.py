@@ -7,10 +7,10 @@ command regenerates the rows for devices in docs/status.md, the tables of times 
 and kernels_cuda/proven/<operation>.json, which makes CUDA kernels the default on a device. With --check nothing is
 written, and the exit status is 1 if any of these files would change.
 
-Only the last result of each item counts. A kind of call is the key that the operation's module gives it: operation,
-heads, widths, format and sizes. It is proven for a device and a front end if two conditions hold. With the same
-sources, every corner of the shipped suite passed on the CUDA kernels or was declined. And the CUDA kernel was faster
-than Triton's in each timed case.
+Only the last result of each item counts. The operation's module assigns each call a kind, which depends on the
+operation, heads, widths, format and sizes. A kind is proven for a device and a front end if two conditions hold. First,
+with the same sources, every corner of the shipped suite passed on the CUDA kernels or was declined. Second, the CUDA
+kernel was faster than Triton's in each timed case of this kind.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from ragged_attention.tools.samples import device_of
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- devices: written by `python -m benchmarks.device.publish` -->\n", "<!-- end of devices -->\n"
 NOTHING = "**Nothing has been run on GPU or TPU hardware yet.**"
-# Backend -> the kinds of devices it runs on, each with the beginning of the devices' names.
+# Backend -> kind of device on which it runs -> how the names of these devices begin.
 KINDS = {
     "triton": {"NVIDIA": "NVIDIA", "AMD": "AMD"},
     "cuda": {"NVIDIA Hopper": "NVIDIA"},
@@ -68,7 +68,7 @@ TITLES = {
 
 @dataclasses.dataclass(frozen=True)
 class Ran:
-    """The results of the checks that ran an operation on a backend, from a front end, on a device."""
+    """The results of all checks that ran one operation on one backend, front end and device."""
 
     device: str
     framework: str
@@ -92,7 +92,7 @@ def records(folder: Path) -> list[Record]:
 
 
 def by_device(path: Path) -> dict[str, Record]:
-    """The lines of a record, grouped by device, since calls may have had different devices."""
+    """The lines of a record, grouped by device, since calls may have run on different devices."""
     lines: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for line in read(path):
         lines[line.get("device", "")].append(line)
@@ -117,14 +117,15 @@ def suites(record: Record) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
 
 
 def subject(check: str) -> str:
-    """The subject of a check, with which its name begins."""
+    """The first part of a check's name, which says what it checks."""
     return check.partition(",")[0]
 
 
 def ran(record: Record) -> dict[tuple[str, str], list[Ran]]:
-    """What a record shows, by operation and backend.
+    """The results in a record, by operation and backend.
 
-    A failed check counts for the operations that it ran elsewhere, or else for those of similar checks.
+    A failed check may not say which operations it ran. Then it counts for the operations that it ran on other backends.
+    If these are unknown too, it counts for the operations of checks with the same subject, or for all operations.
     """
     about: dict[str, set[str]] = collections.defaultdict(set)
     for _, _, check, line in suites(record):
@@ -182,7 +183,7 @@ def status(device_records: Sequence[Record]) -> str:
 
 
 def _summary(pairs: Collection[tuple[str, str]]) -> Iterator[str]:
-    """Yield one item for each kind of device: the operations that have run there, from pairs (operation, device)."""
+    """Yield a list item for each kind of device: which operations have run there. `pairs` are (operation, device)."""
     for kind in ("NVIDIA", "AMD", "TPU"):
         devices = {device: {name for name, other in pairs if other == device} for _, device in sorted(pairs)}
         devices = {device: names for device, names in devices.items() if device.startswith(kind)}
@@ -208,7 +209,7 @@ def _bench_lines(device_records: Sequence[Record]) -> Iterator[tuple[str, str, d
 
 
 def _timed(device_records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By device and case, the newest line that has times."""
+    """Device -> case -> the newest line that has times."""
     lines: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(dict)
     for name, case, line in _bench_lines(device_records):
         if line.get("rows"):
@@ -262,7 +263,7 @@ def all_times(device_records: Sequence[Record]) -> str:
 
 
 def _not_timed(cases: Mapping[str, dict[str, Any]], failures: Mapping[str, str]) -> Iterator[str]:
-    """Yield an item for each library and reason, for each failed case, and for the quick cases never reached."""
+    """Yield a list item for each library and reason, for each failed case, and for all quick cases never reached."""
     reasons = collections.Counter(
         (_title(row), row["why"].partition(". ")[0])
         for line in cases.values()
@@ -302,7 +303,10 @@ def _row(case: str, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> s
 
 
 def proven(device_records: Sequence[Record]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By operation, device and key: the times of the case with the least gain over Triton, and the front ends."""
+    """Operation -> device -> kind of call -> the front ends, and the times of the case with the least gain over Triton.
+
+    Kinds that are not proven are left out.
+    """
     entries: dict[str, dict[str, dict[str, Any]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
     for record in device_records:
         frameworks = [framework for framework in ("torch", "jax") if _whole(record, f"{framework} cuda")]
@@ -322,7 +326,10 @@ def _whole(record: Record, phase: str) -> bool:
 
 
 def _faster(record: Record) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield the operation, key and times of the kinds of calls in which the CUDA kernels won every case."""
+    """Yield (operation, kind of call, times) for each kind in which the CUDA kernels were faster in all cases.
+
+    The times are those of the case with the least gain.
+    """
     cases: dict[tuple[str, str], list[dict[str, Any]]] = collections.defaultdict(list)
     for (phase, name), line in record.items().items():
         seconds = {row["who"]: row["seconds"] for row in line.get("rows", ()) if row.get("seconds")}
@@ -347,14 +354,14 @@ def device_slug(name: str) -> str:
 
 
 def keep(path: Path, folder: Path) -> list[Path]:
-    """Store a record's lines under the names of their day and device, which must be a GPU. Returns the files."""
+    """Store the lines of a record in a file per GPU, named by day and GPU. Returns the files."""
     gpus = {name: record for name, record in by_device(path).items() if name not in ("", "CPU")}
     if not gpus:
         raise SystemExit(f"expected a record of a GPU in {path}, got {', '.join(by_device(path)) or 'nothing'}")
     files = []
     for name, record in gpus.items():
         target = folder / f"{date(record.lines[-1])}_{device_slug(name)}.jsonl"
-        before = list(read(target))  # the lines of another call on that day
+        before = list(read(target))  # earlier calls on that day
         lines = before + [line for line in record.lines if line not in before]
         target.write_text("".join(json.dumps(line) + "\n" for line in lines))
         files.append(target)
@@ -362,7 +369,7 @@ def keep(path: Path, folder: Path) -> list[Path]:
 
 
 def written(root: Path) -> dict[Path, str]:
-    """The contents that all files derived from the records should have."""
+    """File -> the content that it should have, for all files that are generated from the records."""
     device_records = records(root / "benchmarks" / "results")
     pages = {root / "docs" / "status.md": status(device_records), root / "README.md": times(device_records)}
     pages[root / "docs" / "gpu_measured.md"] = all_times(device_records)
@@ -382,7 +389,7 @@ def _between(page: str, text: str) -> str:
 
 
 def stale(root: Path) -> list[Path]:
-    """The files whose contents are not as they should be."""
+    """The files whose content differs from `written`, and files that should not exist."""
     wanted = written(root)
     left_over = [path for path in (root / "kernels_cuda" / "proven").glob("*.json") if path not in wanted]
     return left_over + [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
@@ -391,7 +398,7 @@ def stale(root: Path) -> list[Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device.publish", description=__doc__)
     parser.add_argument("record", nargs="*", type=Path, help="a record.jsonl that a call on a device wrote")
-    parser.add_argument("--check", action="store_true", help="write nothing; 1 if something would change")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file would change")
     parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
     options = parser.parse_args(argv)
     for path in () if options.check else options.record:

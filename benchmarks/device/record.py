@@ -22,12 +22,12 @@ from typing import Any
 NAME = "record.jsonl"
 PASSED, DECLINED, FAILED, CANNOT = "passed", "declined", "FAILED", "cannot run"
 DONE = (PASSED, DECLINED)
-LATE = "no end after"  # how the message of an item begins that failed because its time was up
+LATE = "no end after"  # the start of the message if an item failed because its time was up
 Line = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a record. A line that a killed call left half written is skipped."""
+    """The lines of a record. Incomplete lines are skipped, since a killed call may leave one."""
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             line = json.loads(text)
@@ -41,8 +41,8 @@ def read(path: Path) -> Iterator[Line]:
 class Record:
     """The lines so far, and the file to which more are appended.
 
-    `stamp` is added to each new line: among others the device and the sources. Items that ran before `since` count as
-    not run.
+    The fields of `stamp`, such as the device and a digest of the sources, are added to each new line. Items that ran
+    before the time `since` count as not run.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Record:
 
     @classmethod
     def begun(cls, folder: Path, earlier: Iterable[Path] = ()) -> "Record":
-        """The record in a folder, with its own lines and those of the records of earlier calls."""
+        """The record in a folder. The lines of `earlier` records are added to its own lines."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
         lines = list(read(path))
@@ -78,7 +78,7 @@ class Record:
     def items(self) -> dict[tuple[str, str], Line]:
         """The last line of each item, by phase and name. The name "" stands for a phase that could not begin.
 
-        If a failed item was run in other ways (`plan.ways`), those lines are left out once the item itself has passed.
+        A failed item may also have run in other ways (`plan.ways`). Those lines are left out once the item has passed.
         """
         last: dict[tuple[str, str], Line] = {}
         with self._lock:
@@ -91,9 +91,10 @@ class Record:
         return {key: line for key, line in last.items() if (way_of(key[0]), key[1]) not in passed}
 
     def turns(self, phase: str) -> dict[str, int]:
-        """When items of a phase are due: 0 if they failed, 2 if they passed with other sources, 3 if they need not run.
+        """The order in which items of a phase are due. Lower numbers come first.
 
-        Items without an entry never ran on this device. They come after the failed ones.
+        A failed item has 0, an item that passed with other sources 2, and an item that need not run 3. Items that never
+        ran on this device have no entry. They come after failed items, as if they had 1.
         """
         ages = {}
         for (name, item), line in self.items().items():
@@ -105,6 +106,6 @@ class Record:
 
 
 def way_of(phase: str) -> str:
-    """The phase whose items this phase runs in another way, or "" if it is a phase of its own."""
+    """The phase whose items this phase runs in another way, or "" if it runs no other phase's items."""
     base, comma, _ = phase.partition(", ")
     return base if comma else ""

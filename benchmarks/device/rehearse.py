@@ -1,7 +1,8 @@
 """Rehearse both calls on a CPU as a machine with a GPU would run them: python -m benchmarks.device.rehearse.
 
-The tree is copied as it is sent: without git, with carried/. The home folder is not writable, and Python and packages
-are those of constraints-device.txt. The rehearsal fails if a call breaks, if any item fails, or if a phase ran no item.
+The tree is copied as it would be sent: without git, but with carried/. The home folder is not writable, and Python and
+packages have the versions in constraints-device.txt. The rehearsal fails if a call breaks, if any item fails, or if no
+item of a phase passed or was declined.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 from benchmarks.device import carried, plan, prepare, record
 
 NOWHERE = "/proc/home"  # no folder can be made below it
-# Phases that cannot run on a CPU, or have no items there.
+# Phases that cannot run on a CPU, or have no items on a CPU.
 WITHOUT = ("profile", "timed checks", plan.BENCH_ALONE)
 
 
@@ -36,7 +37,7 @@ def rehearse(python: Path, arguments: Sequence[str]) -> int:
 
 
 def copy(tree: Path) -> None:
-    """Copy the working tree as it is sent to the device machine."""
+    """Copy the files that would be sent to the device machine."""
     for path in prepare.tree():
         target = tree / path.relative_to(prepare.ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)

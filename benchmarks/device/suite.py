@@ -1,4 +1,4 @@
-"""Items: the checks of the shipped suite on each backend, from one front end, and a smoke test for each backend."""
+"""Items: the checks of the shipped suite and a smoke test, for each backend of one front end."""
 
 import dataclasses
 import importlib
@@ -35,12 +35,12 @@ class Items:
         self.compilations = Compilations() if device == "cuda" else None
         from ragged_attention.testing.suite import checks
 
-        # `tools` runs the memory checks
+        # the phases of `tools` check memory accesses
         self.checks = {str(check): check for check in checks() if check.kind != "memory"}
         self.runners: dict[str, Any] = {}
 
     def sees_a_gpu(self) -> bool:
-        """Whether the framework sees a GPU. Otherwise jax would run every item on the CPU, and all would pass."""
+        """Whether the framework sees a GPU. If it does not, jax would run all items on the CPU, and they would pass."""
         return self.module.default_backend() == "gpu" if self.framework == "jax" else self.module.cuda.is_available()
 
     def facts(self) -> dict[str, Any]:

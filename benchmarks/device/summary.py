@@ -1,4 +1,4 @@
-"""The summary at the end of a call: at most sixty lines, the worst first."""
+"""The summary at the end of a call: at most sixty lines, with the worst failures first."""
 
 import collections
 import math
@@ -11,7 +11,7 @@ from benchmarks.device.record import CANNOT, DECLINED, FAILED, LATE, PASSED, Lin
 LINES, WIDTH = 60, 200
 OURS = ("cuda", "triton", "eager")
 MOST_GROUPS, MOST_CASES = 22, 14
-# How bad a failure is, by a part of its message. The worst comes first: a dead process is worse than a wrong number.
+# (part of a message, kind of failure), from the worst kind to the least: a dead process is worse than a wrong number.
 SEVERITY = (
     ("the process ended", "crashed"),
     (LATE, "hung"),
@@ -30,14 +30,14 @@ def severity(message: str) -> tuple[int, str]:
 
 
 def kind_of(message: str) -> str:
-    """The line that failures of one kind have in common: the most telling line of the message, without its numbers."""
+    """The most informative line of a message, without its numbers. Failures of one kind have equal lines."""
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     first = lines[0]
-    if severity(message)[1] == "hung":  # the message's time limit is of no interest
+    if severity(message)[1] == "hung":  # messages differ in the time limit
         first = "no end"
     if first.startswith("exit status") or first.endswith("Traceback (most recent call last):"):
         first += f": {lines[-1]}"
-    elif severity(message)[1] in ("crashed", "hung"):  # our last frame tells more
+    elif severity(message)[1] in ("crashed", "hung"):  # the innermost frame in our code says more than the signal
         frames = [line for line in lines if "File " in line and "ragged_attention" in line]
         first += f" {frames[0]}" if frames else f" {lines[-1]}" if len(lines) > 1 else ""
     return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", "#", first)[:150]
@@ -52,7 +52,7 @@ def lines(record: Record, call: str) -> list[str]:
 
 
 def verdict(record: Record) -> str:
-    """The verdict after the first minute: which backends work, from which front end."""
+    """One line about the smoke tests, which end after about a minute: which backends work from which front end."""
     requested = [(line["phase"], item) for line in record.of_kind("phase") for item in line["todo"]]
     items, phrases = record.items(), {}
     for phase, item in [*requested, *items]:
@@ -118,7 +118,7 @@ def rows(items: dict[tuple[str, str], Line]) -> Iterator[dict[str, Any]]:
 
 
 def _cases(items: dict[tuple[str, str], Line]) -> Iterator[str]:
-    """The timed cases. Those in which ours lose most come first."""
+    """Yield a line for each timed case. Cases in which our kernels lose most to a peer come first."""
     cases: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
     for row in rows(items):
         cases[row["case"]].append(row)

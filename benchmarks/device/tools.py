@@ -1,4 +1,4 @@
-"""Items that run external tools: NVIDIA's checkers and profiler, FlashMLA's cases, the host's cost of a call.
+"""Items that run other programs: NVIDIA's checkers and profiler, FlashMLA's cases, the cost of a call on the host.
 
 Each item is a command. A process of this module starts it and reads its output, but never touches the device.
 """
@@ -18,12 +18,12 @@ from benchmarks.device.plan import program
 from benchmarks.device.pool import ROOT, environment
 from benchmarks.device.record import CANNOT, FAILED, LATE, PASSED
 
-FOUND = 9  # exit status of a checker that has found something
-LAST = 1200  # characters of a command's output that are kept
-SPARE = 3.0  # seconds of an item's limit that are kept for ending a late command and reading its output
+FOUND = 9  # exit status of a checker that has found an error
+LAST = 1200  # characters kept from the end of a command's output
+SPARE = 3.0  # seconds of an item's limit reserved for killing a late command and reading its output
 CHECKERS = ("memcheck", "racecheck", "synccheck")
 PROFILED = "dram__bytes.sum.per_second,gpu__time_duration.sum,sm__throughput.avg.pct_of_peak_sustained_elapsed"
-MOST_LAUNCHES = 4  # launches of one call that are profiled
+MOST_LAUNCHES = 4  # most launches of a call that are profiled
 
 
 class Items:
@@ -66,8 +66,8 @@ class Items:
                 return {"result": CANNOT, "message": "compute-sanitizer is not installed"}
             options = ["--error-exitcode", str(FOUND), "--report-api-errors", "no"]
             command = [tool, "--tool", checker, *(options if checker == "memcheck" else options[:2]), *command]
-        # torch's allocator keeps freed memory, where a stray access could land unseen. Without it each array stands
-        # alone.
+        # torch's allocator reuses freed memory, so a stray access can fall into its pool unseen. Without the pool
+        # each array is a separate allocation, and the checker sees the access.
         return self.run_command(command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
 
     def profiled(self, name: str) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Items:
             return found | {"metrics": metrics(file.read_text() if file.is_file() else "")}
 
     def host(self, name: str) -> dict[str, Any]:
-        """Measure the host's cost of a call, on small cases."""
+        """Measure the host's time for a call, in small cases."""
         del name
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "overhead.json")
@@ -95,14 +95,14 @@ class Items:
             return found | {"calls": json.loads(file.read_text()) if file.is_file() else []}
 
     def flash_mla(self, name: str) -> dict[str, Any]:
-        """Run a subset of FlashMLA's own cases that covers all pairs of parameters, on the CUDA kernels."""
+        """Run FlashMLA's own cases on the CUDA kernels: a subset that covers all pairs of parameter values."""
         del name
         few = ["--list", "e0", "--heads", "2", "--max-tokens", "60", "--limit", "3"]
         arguments = ["--backend", "cuda", "--device", self.device, *(few if self.device == "cpu" else ["--covering"])]
         return self.run_command(module(self.device, "benchmarks.flash_mla_matrix", *arguments), COLUMNS="160")
 
     def run_command(self, command: Sequence[str], **more: str) -> dict[str, Any]:
-        """Run a command within the item's limit. Returns its outcome, with the end of its output as message."""
+        """Run a command within the item's limit. Returns the result, and as message the end of the output."""
         with tempfile.TemporaryFile() as printed:
             running = subprocess.Popen(
                 command, cwd=ROOT, env=environment(more), stdin=subprocess.DEVNULL, stdout=printed,
@@ -125,7 +125,7 @@ class Items:
 
 
 def module(device: str, name: str, *arguments: str) -> list[str]:
-    """A command that runs a module with access to the carried parts."""
+    """The command line that runs a module with access to the carried parts."""
     code = (
         "import runpy, sys\nfrom benchmarks.device import carried\n"
         f"carried.use({device!r})\nsys.argv = {[name, *arguments]!r}\nrunpy.run_module({name!r}, run_name='__main__')"
@@ -141,7 +141,7 @@ def metrics(text: str) -> list[dict[str, str]]:
 
 
 def watched_code(device: str, call: str) -> str:
-    """A program of one call, with access to the carried parts."""
+    """The source of a program that makes one call with access to the carried parts."""
     return (
         "from ragged_attention.testing import environment\n"
         f"environment.prepare({device!r})\n"

@@ -6,7 +6,7 @@ It answers each line of standard input with a line on standard output. Both are 
     facts() -> dict              facts about the process, reported when it is ready
     names(what) -> list[str]     the items; an exception says why there are none
     run(what, name) -> dict      result, message, and further fields of the record; an exception is a failure
-    settle()                     waits for the device, so that an error of an item shows with that item
+    settle()                     waits for the device, so that an error is reported for the item that caused it
     limit                        seconds that the next item may take; set before each item
 """
 
@@ -24,12 +24,12 @@ from typing import IO, Any
 from benchmarks.device import carried
 from benchmarks.device.record import FAILED
 
-# This signal asks where the process hangs. The answer goes to standard error. LLVM (Triton, XLA) handles SIGUSR1 and
-# SIGUSR2.
+# On this signal, a process writes to standard error where it hangs. SIGUSR1 and SIGUSR2 are not free, because LLVM
+# (Triton, XLA) handles them.
 DUMP = signal.SIGVTALRM
-DUMPS = "(most recent call first)"  # part of the first line of each thread in faulthandler's output
+DUMPS = "(most recent call first)"  # text in the first line of each thread in faulthandler's output
 LONGEST = 1500  # most characters of a message
-# After one of these errors, later results of the process mean nothing, or it holds memory that others need.
+# After one of these errors, later results of the process mean nothing, or it keeps memory that other processes need.
 POISON = (
     "CUDA error", "CUDA_ERROR", "cudaError", "illegal memory access", "misaligned address", "illegal instruction",
     "unspecified launch failure", "device-side assert", "CUBLAS_STATUS", "CUDNN_STATUS", "out of memory",
@@ -57,7 +57,7 @@ def answer_to(items: Any, request: dict[str, Any]) -> dict[str, Any]:
     message = str(answer.get("message", ""))
     try:
         items.settle()
-    except Exception as error:  # errors on the device that the item caused appear only here
+    except Exception as error:  # an error that the item caused on the device appears only here
         answer["result"], message = FAILED, f"{type(error).__name__}: {error}\n{message}"
     if answer["result"] == FAILED and is_poison(message):
         answer["poisoned"] = True
