@@ -205,6 +205,17 @@ def test_8_bit_caches_and_scales(cache_dtype: torch.dtype) -> None:
     same(one[None], out[:1] * 2, torch.bfloat16)
 
 
+def test_scales_of_int8_caches() -> None:
+    """Numbers and tensors scale int8 codes alike, and without scales the codes are the values."""
+    b = batch(DECODES, dtype=torch.bfloat16, cache_dtype=torch.int8)
+    wrapper = decode_planned(b, kv_data_type=torch.int8)
+    expect(wrapper.run(b.q, b.cache, return_lse=True), b.wanted(), torch.bfloat16)
+    out, lse = b.wanted(sm_scale=b.dim**-0.5 * 0.5)
+    for k_scale, v_scale in ((0.5, 2.0), (torch.tensor([0.5]), torch.tensor(2.0))):
+        got = wrapper.run(b.q, b.cache, k_scale=k_scale, v_scale=v_scale, return_lse=True)
+        expect(got, (out * 2, lse), torch.bfloat16)
+
+
 def test_8_bit_queries_with_scales_per_head() -> None:
     b = batch([(3, 9)], dtype=torch.bfloat16, cache_dtype=E4M3)
     q, (k, v, kv_indptr) = b.q.to(E4M3), packed(b)

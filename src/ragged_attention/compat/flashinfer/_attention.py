@@ -93,8 +93,8 @@ class Attention:
             v_scale=product("v_scale", *self.v_scales), soft_cap=soft_cap_of(self.logits_soft_cap), sinks=self.sinks,
             out_dtype=self.out_dtype, out=self.out, return_lse=True, **self._lists(),
         )  # fmt: skip
-        if k_pages.dtype == torch.int8 and scale_pages[0] is None:  # `sm_scale` includes the scales of the keys
-            common["k_scale"] = 1.0
+        if k_pages.dtype == torch.int8 and scale_pages[0] is None and common["k_scale"] is None:
+            common["k_scale"] = 1.0  # `sm_scale` includes scales that are numbers
         if v_pages.dtype == torch.int8 and scale_pages[1] is None and common["v_scale"] is None:
             common["v_scale"] = 1.0
         if self.mask is not None and self.mask.draft is None:
