@@ -22,8 +22,8 @@ from benchmarks.cases.flash_mla_data import check
 from ragged_attention.errors import Unsupported
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-MOST_SHOWN = 20  # most failures that are printed
-# A backend made for some calls only. If it declines other calls of these operations with a reason, that is no failure.
+MOST_SHOWN = 20  # the most failures that are printed
+# Backend -> the only operations that it has. It supports only some calls of them, so a declined call is not a failure.
 PARTIAL = {"cuda": ("mla_decode", "sparse_mla_prefill")}
 
 Failure = tuple[Case, Exception]
@@ -31,19 +31,25 @@ Failure = tuple[Case, Exception]
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="flash_mla_matrix", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--list", choices=LISTS, default="all", help="the release whose cases are run; default: all")
+    parser.add_argument(
+        "--list", choices=LISTS, default="all", help="the list of cases to run (release and kind); default: all"
+    )
     parser.add_argument("--backend", help="default: the device's default backend")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="a torch device")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
-    parser.add_argument("--form", choices=("e0", "e2"), help="call form and convention; default: the list's own")
+    parser.add_argument(
+        "--form",
+        choices=("e0", "e2"),
+        help="the release whose form of calls and results is used; default: the release of the case",
+    )
     parser.add_argument("--heads", type=int, help="scale cases down to at most this number of query heads")
     parser.add_argument(
         "--max-tokens", type=int, help="scale batch, lengths and top-k down to about this number of tokens"
     )
     parser.add_argument(
-        "--covering", action="store_true", help="only a selection of cases that covers all pairs of parameters"
+        "--covering", action="store_true", help="run a subset of the cases that covers all pairs of parameter values"
     )
-    parser.add_argument("--stride", type=int, default=1, help="run every n-th case only")
+    parser.add_argument("--stride", type=int, default=1, help="run only every n-th case")
     parser.add_argument("--limit", type=int, help="the maximum number of cases")
     return parser.parse_args(argv)
 
@@ -92,12 +98,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def requested(backend: str | None) -> str | dict[str, str] | None:
-    """The argument for `use_backend`. A backend that has only some operations is requested for these only."""
+    """The argument for `use_backend`. A backend of PARTIAL is requested only for the operations that it has."""
     return {**dict.fromkeys(PARTIAL[backend], backend), "*": "auto"} if backend in PARTIAL else backend
 
 
 def emulation(options: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """A context in which the CUDA kernels run, in the emulation if the device is no GPU."""
+    """A context in which the CUDA kernels can run. On a CPU they run in the emulation."""
     if options.backend != "cuda" or options.device != "cpu":
         return contextlib.nullcontext()
     return importlib.import_module("ragged_attention.kernels_cuda").emulating()

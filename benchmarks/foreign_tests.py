@@ -1,6 +1,6 @@
-"""A sample of another project's pytest cases on a CPU, and their outcomes.
+"""Runs a sample of another project's pytest cases on a CPU, and counts the outcomes.
 
-The runs of foreign suites share this module.
+The benchmarks that run test suites of other projects share this module.
 """
 
 import collections
@@ -19,7 +19,8 @@ from torch.overrides import TorchFunctionMode
 from ragged_attention.errors import Unsupported
 
 COLUMNS = ("passed", "unsupported", "skipped", "failed")
-# Errors of a torch without CUDA. The case is about streams, graphs or several GPUs, and counts as skipped.
+# Errors of a torch without CUDA. A case with such an error is about streams, graphs or several GPUs, and counts as
+# skipped.
 NEEDS_CUDA = ("Torch not compiled with CUDA", "requires CUDA support", "Expected a cuda device", "dummy base class")
 
 
@@ -48,21 +49,21 @@ class OnCpu(TorchFunctionMode):
 
 
 def on_cpu(value: Any) -> Any:
-    """The value, with "cpu" in the place of a CUDA device or its name."""
+    """The CPU if `value` is a CUDA device or the name of one, otherwise `value`."""
     if isinstance(value, torch.device) and value.type == "cuda":
         return torch.device("cpu")
     return "cpu" if isinstance(value, str) and value.partition(":")[0] == "cuda" else value
 
 
 def bare_package(name: str, folder: Path) -> None:
-    """Make a package whose modules can be imported without the imports of its own `__init__`."""
+    """Register a package whose modules can be imported without running its `__init__`."""
     package: Any = types.ModuleType(name)
     package.__path__, package.__version__ = [str(folder)], "0"
     sys.modules[name] = package
 
 
 def without_cuda() -> None:
-    """Replace functions of torch that tests call around their kernels and that need CUDA."""
+    """Replace torch's functions that need CUDA and that tests call besides the kernels."""
     torch.Generator = Generator  # type: ignore[misc]
     torch.cuda.synchronize = lambda device=None: None
     torch.accelerator.synchronize = lambda device=None: None
@@ -74,7 +75,7 @@ class Sample:
     Args:
         cases: the number of cases per test.
         largest: the largest product of sizes among a case's parameters.
-        sizes: the names of the parameters that are sizes, or lists whose last entry is one.
+        sizes: the names of the parameters that are sizes, or lists whose last entry is a size.
         tests: the tests to run, or None for all.
         left_out: tests that do not run, with the reason.
     """
@@ -94,7 +95,7 @@ class Sample:
         self.failures: list[str] = []
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:
-        """Keep a sample of the cases, the same one in every run."""
+        """Keep a sample of the cases. Every run keeps the same cases."""
         names = {item.originalname for item in items}
         self.reasons.update(f"absent: {test}" for test in self.tests or () if test not in names)
         by_test = collections.defaultdict(list)
@@ -105,7 +106,7 @@ class Sample:
         items[:] = [
             item
             for group in by_test.values()
-            for item in sorted(group, key=lambda each: hashlib.sha256(each.nodeid.encode()).digest())[: self.cases]
+            for item in sorted(group, key=lambda case: hashlib.sha256(case.nodeid.encode()).digest())[: self.cases]
         ]
 
     def size_of(self, item: Any) -> float:
@@ -148,12 +149,12 @@ class Sample:
         return report
 
     def run(self, checkout: Path, files: Sequence[str], *plugins: Any) -> None:
-        """Run those of the files that exist in a checkout, without the checkout's own fixtures."""
-        found = [str(checkout / file) for file in files if (checkout / file).exists()]
+        """Run the files that exist in the checkout, without the fixtures of its conftest.py files."""
+        existing = [str(checkout / file) for file in files if (checkout / file).exists()]
         options = ["--noconftest", "--continue-on-collection-errors", f"--rootdir={checkout}", "-c", "/dev/null"]
         without = [f"-pno:{plugin}" for plugin in ("terminal", "cacheprovider", "xdist", "warnings")]
-        if found:
-            pytest.main([*options, *without, *found], plugins=[self, *plugins])
+        if existing:
+            pytest.main([*options, *without, *existing], plugins=[self, *plugins])
 
     def show(self) -> None:
         print(f"\n| file | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")

@@ -1,10 +1,10 @@
-"""The host's cost of a call: microseconds of Python until all kernels are enqueued, without waiting for them.
+"""Measures the host's time for a call: the microseconds of Python until all kernels are enqueued.
 
     python -m benchmarks.overhead [CASE ...] [--backend numba] [--json FILE]
 
-On a GPU the calls are real. Without one, a stand-in replaces Triton's driver: kernels are compiled for Hopper and
-launched on nothing, so the times include everything except the driver's own share of a launch. Kernels of `numba` run
-on the CPU, on sequences without queries and keys, for which they have almost nothing to do.
+On a GPU the calls are real. Without a GPU, a stand-in replaces Triton's driver. Kernels are compiled for Hopper, but a
+launch does nothing, so the times include everything except the driver's own share of a launch. Kernels of `numba` run
+on the CPU. Their sequences have no queries and keys, so that the kernels have almost nothing to do.
 """
 
 import argparse
@@ -47,10 +47,10 @@ class Overhead:
     operation: str
     launches: int
     call: float  # the whole call of the public function
-    dispatch: float  # part of the call: bringing arguments into form, torch's dispatcher
-    plan: float  # part of the call: recognising that it is like an earlier call
+    dispatch: float  # part of the call: converting arguments, torch's dispatcher
+    plan: float  # part of the call: finding the plan of an earlier call like this one
     launch: float  # part of the call: allocating results, enqueuing kernels
-    not_replayed: float  # `launch` if the backend ran anew and, with `triton`, if Triton itself launched
+    not_replayed: float  # `launch` without a recording: the backend runs again, and Triton itself launches
 
 
 class StandInDriver:
@@ -116,7 +116,7 @@ def inputs_of(case: Case, device: str, backend: str = "triton") -> dict[str, Any
 
 
 def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[], Any] | None) -> dict[str, float]:
-    """The least median of each candidate over interleaved rounds, since other load can only add time."""
+    """Candidate -> the least median over interleaved rounds, since other load can only add time."""
     least = dict.fromkeys(candidates, math.inf)
     for _ in range(ROUNDS):
         for name, function in candidates.items():
@@ -125,7 +125,7 @@ def microseconds(candidates: Mapping[str, Callable[[], Any]], settle: Callable[[
 
 
 def measure(case: Case, device: str, backend: str = "triton") -> Overhead:
-    """Time one case's call, and those of its parts that can be called separately."""
+    """Time one case's call, and the parts of the call that can be called separately."""
     torch = importlib.import_module("torch")
     plans, launcher = (importlib.import_module(f"ragged_attention.torch.{name}") for name in ("_plan", "_launcher"))
     function = getattr(importlib.import_module("ragged_attention.torch"), case.operation)
@@ -159,8 +159,8 @@ def table_of(found: Sequence[Overhead], where: str) -> Table:
     table = Table(title=f"microseconds of the host per call, {where}")
     for field in dataclasses.fields(Overhead):
         table.add_column(field.name, justify="left" if field.type in ("str", str) else "right")
-    for one in found:
-        values = dataclasses.asdict(one).values()
+    for overhead in found:
+        values = dataclasses.asdict(overhead).values()
         table.add_row(*(f"{value:.1f}" if isinstance(value, float) else str(value) for value in values))
     return table
 
@@ -168,8 +168,8 @@ def table_of(found: Sequence[Overhead], where: str) -> Table:
 def measured(names: Sequence[str], device: str, backend: str) -> list[Overhead]:
     """The costs of the named cases on the GPU, or on the CPU, where `triton` runs without a GPU.
 
-    A long prefill is scaled down, which does not change its cost to the host. Otherwise thousands of calls would wait
-    for the GPU, and a CPU's allocator would take its time for large results.
+    A long prefill is scaled down, which does not change the host's time for it. At full size, thousands of calls would
+    wait for the GPU, and on a CPU the allocation of large results would add time.
     """
     cases = [case if case.num_tokens <= MOST_TOKENS else case.scaled_down() for case in map(CASES.__getitem__, names)]
     without_gpu = device == "cpu" and backend == "triton"
@@ -179,7 +179,7 @@ def measured(names: Sequence[str], device: str, backend: str) -> list[Overhead]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("cases", nargs="*", metavar="CASE", help="names of cases (default: some of each kind)")
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="names of cases (default: a few for the backend)")
     parser.add_argument("--backend", choices=CHOSEN, default="triton")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(argv)
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = torch.cuda.get_device_name() if device == "cuda" else place
     Console(width=140).print(table_of(found, where))
     if options.json:
-        options.json.write_text(json.dumps([dataclasses.asdict(one) for one in found], indent=1) + "\n")
+        options.json.write_text(json.dumps([dataclasses.asdict(overhead) for overhead in found], indent=1) + "\n")
     return 0
 
 

@@ -49,7 +49,7 @@ MSA_FILES = (
 SIZES = ("batch_size", "num_qo_heads", "num_heads", "head_dim", "qo_len", "kv_len", "kv_len_2", "shared_kv_len",
          "unique_kv_len", "vocab_size", "seq_len", "num_rows", "max_len", "nnz_kv")  # fmt: skip
 
-# Tests without information about our results: they start processes with FlashInfer itself, or check its own limits.
+# Tests that say nothing about our results: they start processes that need FlashInfer, or check FlashInfer's limits.
 LEFT_OUT = {
     "test_single_decode_torch_compile_cuda_graph": "a process of FlashInfer's, for CUDA graphs",
     "test_single_prefill_torch_compile_cuda_graph": "a process of FlashInfer's, for CUDA graphs",

@@ -1,6 +1,6 @@
-"""FlashInfer's trace definitions:
+"""Runs FlashInfer's trace definitions.
 
-`init` makes the inputs, and `check` compares our results with those of `reference`.
+A definition has three functions: `init` makes the inputs, and `check` compares our results with those of `reference`.
 """
 
 import importlib
@@ -18,14 +18,14 @@ Outputs = tuple[Any, Any]  # our results, the reference's results
 
 
 def planned(wrapper: Any, inputs: Mapping[str, Any], names: tuple[str, ...], reference: Callable[..., Any]) -> Outputs:
-    """Plan and run a wrapper of ours, and run the reference.
+    """The results of our wrapper, which is planned and run, and of the reference.
 
-    The reference gets the named tables of the plan, between the tensors and the scale.
+    The reference gets the tensors, then those arguments of the plan that `names` lists, then the scale.
     """
     plan, run = inputs["plan"], dict(inputs["run"])
-    each = wrapper(WORKSPACE)
-    each.plan(**plan)
-    got = each.run(**run, return_lse=True)
+    planned_wrapper = wrapper(WORKSPACE)
+    planned_wrapper.plan(**plan)
+    got = planned_wrapper.run(**run, return_lse=True)
     tensors = [x for value in run.values() for x in (value if isinstance(value, tuple) else (value,))]
     scale = plan.get("sm_scale", run["q"].shape[-1] ** -0.5 if "q" in run else None)
     return got, reference(*tensors, *(plan[name] for name in names), scale)
@@ -34,7 +34,7 @@ def planned(wrapper: Any, inputs: Mapping[str, Any], names: tuple[str, ...], ref
 def called(name: str) -> Callable[..., Outputs]:
     """A function that calls our function `name` and the reference with the same arguments.
 
-    The arguments are float16, since the bounds of the checks for single requests are smaller than the rounding of
+    bfloat16 arguments are converted to float16, since the checks for single requests have bounds below the rounding of
     bfloat16.
     """
 
@@ -46,7 +46,7 @@ def called(name: str) -> Callable[..., Outputs]:
 
 
 def written(name: str, *outputs: str) -> Callable[..., Outputs]:
-    """A function that compares functions which write arguments in place. Each side gets its own copies."""
+    """A function that compares our function `name` with the reference. Both write the arguments `outputs` in place."""
 
     def compare(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
         copies = {key: copied(value) for key, value in inputs.items()}
@@ -61,24 +61,24 @@ def written(name: str, *outputs: str) -> Callable[..., Outputs]:
 
 
 def sorted_selection(name: str) -> Callable[..., Outputs]:
-    """A function that compares selections in ascending order, since neither side promises an order."""
+    """A function that sorts both selections before they are compared, since neither side promises an order."""
     return lambda inputs, reference: (
         getattr(ours, name)(**inputs).sort(1)[0], reference(**inputs).sort(1)[0],
     )  # fmt: skip
 
 
 def rotated(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
-    """Rotated queries, and keys read back from the pages, for both ways to pair columns."""
+    """Rotated queries and keys, for both ways to pair columns. Our keys are read back from pages."""
     got, want = [], []
     head, count = inputs["head_size"], len(inputs["positions"])
     q, k = (inputs[name].unflatten(-1, (-1, head)) for name in ("query", "key"))
     for is_neox in (True, False):
         pages = torch.zeros(2, -(-count // 16), 16, *k.shape[1:], dtype=k.dtype)
-        turned, (keys, _) = norm_rope_write(
+        rotated_q, (keys, _) = norm_rope_write(
             q, k, torch.zeros_like(k), (pages[0], pages[1]), torch.arange(count), positions=inputs["positions"],
             cos_sin=inputs["cos_sin_cache"], interleaved=not is_neox,
         )  # fmt: skip
-        got += [turned.flatten(1), keys.flatten(0, 1)[:count].flatten(1)]
+        got += [rotated_q.flatten(1), keys.flatten(0, 1)[:count].flatten(1)]
         want += reference(**inputs, is_neox=is_neox)
     return tuple(got), tuple(want)
 
@@ -97,7 +97,7 @@ def rotated_into_pages(inputs: Mapping[str, Any], reference: Callable[..., Any])
     )  # fmt: skip
     width = inputs["k_rope"].shape[-1]
     keys = torch.cat((keys[..., width:].float(), keys[..., :width].float()), -1)
-    return (keys, values.float()), tuple(each.float() for each in copies["paged_kv_cache"])
+    return (keys, values.float()), tuple(pages.float() for pages in copies["paged_kv_cache"])
 
 
 def of_msa(name: str) -> Callable[..., Outputs]:
@@ -121,7 +121,7 @@ def by_plan(wrapper: Any, *names: str) -> Callable[..., Outputs]:
 
 HEADS = dict(num_qo_heads=8, num_kv_heads=2, head_dim=64)
 LATENTS = dict(num_qo_heads=4, page_size=16, num_pages_per_seq=2)
-# (module of a definition, its name, the sizes for its `init`, the function that compares both sides).
+# (a definition's module, its name, the sizes for its `init`, the function that returns the outputs of both sides).
 DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...] = (
     ("attention", "gqa_paged_decode_trace", {"batch_size": 5, "num_pages_per_seq": 3, **HEADS},
      by_plan(ours.BatchDecodeWithPagedKVCacheWrapper, "indptr", "indices")),
@@ -156,7 +156,7 @@ DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...]
 
 
 def judge(only: str) -> dict[str, str]:
-    """The outcome of each definition."""
+    """Definition -> its outcome, for definitions whose names contain `only`."""
     outcomes = {}
     trace: Any = importlib.import_module("flashinfer.trace")
     for module, name, sizes, compare in DEFINITIONS:

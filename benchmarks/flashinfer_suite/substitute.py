@@ -1,4 +1,4 @@
-"""The package `flashinfer` for this process: our functions, a checkout's definitions, and stubs for the rest."""
+"""A package `flashinfer` for this process: our functions, a checkout's definitions, and stubs for all other names."""
 
 import contextlib
 import importlib
@@ -17,8 +17,8 @@ from benchmarks.foreign_tests import without_cuda
 from ragged_attention.errors import Unsupported
 
 OURS = "ragged_attention.compat.flashinfer"
-CAPABILITY = (9, 0)  # the compute capability that tests are told: an H100, for which few cases are left out
-REPORTED = {"is_sm12x": False}  # whether tests are told that there is a device for MSA
+CAPABILITY = (9, 0)  # the compute capability that tests see: that of an H100, on which tests skip few cases
+REPORTED = {"is_sm12x": False}  # whether tests see a device of the kind that MSA requires
 # Modules that only compile kernels. Their calls do nothing.
 COMPILING = ("flashinfer.jit", "tests.test_helpers.jit_utils")
 
@@ -34,7 +34,7 @@ class Absent:
             return []
         raise Unsupported(f"compat.flashinfer has no {self.name.partition('.')[2]}")
 
-    def __or__(self, other: Any) -> "Absent":  # for annotations
+    def __or__(self, other: Any) -> "Absent":  # unions in annotations, such as `Name | None`
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -44,7 +44,7 @@ class Absent:
 
 
 class Stub(types.ModuleType):
-    """A module of the package of which we have nothing, or only some names."""
+    """A module of FlashInfer. Names that we do not have are `Absent`."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -57,7 +57,7 @@ class Stub(types.ModuleType):
 
 
 class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """An importer that makes stubs of the modules of `flashinfer` which nothing else finds."""
+    """An importer that makes a stub for each module of `flashinfer` that no other importer finds."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if (
@@ -83,7 +83,7 @@ class Stubs(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextlib.contextmanager
 def as_sm12x() -> Iterator[None]:
-    """A context in which tests are told that there is a device for MSA, which MSA's tests require."""
+    """A context in which tests see a CUDA device of the kind that MSA's tests require."""
     before = torch.cuda.is_available
     REPORTED["is_sm12x"], torch.cuda.is_available = True, lambda: True
     try:
@@ -93,7 +93,7 @@ def as_sm12x() -> Iterator[None]:
 
 
 def install(checkout: Path) -> None:
-    """Let `import flashinfer` find our functions with the checkout's definitions, and `import tests` its tests."""
+    """Make `import flashinfer` find our functions and the checkout's definitions, and `import tests` its tests."""
     ours: Any = importlib.import_module(OURS)
     package: Any = Stub("flashinfer")
     for name in ours.__all__:

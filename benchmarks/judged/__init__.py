@@ -1,7 +1,7 @@
-"""Recipes that test kernels of other projects: for each, a function with our names and layouts that calls the kernel.
+"""Recipes that test other projects' kernels. A recipe calls a kernel through a function with our names and layouts.
 
 python -m benchmarks.judged                 # all recipes whose packages are installed
-python -m benchmarks.judged sdpa flex       # some
+python -m benchmarks.judged sdpa flex       # only these recipes
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """A function that calls a kernel, and the arguments of `judge` for it."""
+    """A function that calls a kernel, and the arguments with which `judge` tests it."""
 
     package: str  # the package's import name
     kernel: Callable[..., Any]

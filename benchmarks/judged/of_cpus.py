@@ -21,10 +21,10 @@ def paged(
     """Attention by a kernel over pages of 32 positions, with the default scale and a causal mask."""
     k, v = pages_of(kv_pages)
     inputs = {"q": q, "k": k.contiguous(), "v": v.contiguous(), "page_indices": page_indices}
-    found = kernel({**inputs, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens})
-    if not found:
+    contenders = kernel({**inputs, "kv_lens": kv_lens, "cu_q_lens": cu_q_lens})
+    if not contenders:
         raise NotImplementedError("the library cannot be loaded")
-    (run,) = found.values()
+    (run,) = contenders.values()
     return run()
 
 
@@ -38,7 +38,7 @@ def openvino(inputs: dict[str, torch.Tensor]) -> peers.Contenders:
 
 
 def function(kernel: Callable[..., peers.Contenders]) -> Callable[..., torch.Tensor]:
-    """`paged` with a fixed kernel, under that kernel's name."""
+    """`paged` with `kernel` as its first argument. The function has the name of `kernel`."""
 
     @functools.wraps(kernel)
     def run(q: Any, kv_pages: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any) -> torch.Tensor:

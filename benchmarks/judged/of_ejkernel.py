@@ -1,4 +1,4 @@
-"""ejKernel's XLA implementations, which it uses if it has no kernel for a device."""
+"""ejKernel's XLA implementations. ejKernel uses them if it has no kernel for a device."""
 
 import importlib
 from collections.abc import Mapping
@@ -57,7 +57,7 @@ def unified(
 def heads_first(
     q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: float | None = None
 ) -> Any:
-    """`page_attention`, which guesses from the pages' shape which of its two layouts they have."""
+    """`page_attention`. It guesses the layout of the pages from their shape."""
     return kernel("page_attention")(q, k_pages, v_pages, lengths, page_indices, attn_scale=sm_scale)
 
 
@@ -74,7 +74,7 @@ def paged_latents(
 ) -> Any:
     """`multi_latent_ragged_page_attention`.
 
-    It first writes the rows of this step. They are equal to those already in the cache.
+    The kernel first writes the new rows of this step. The cache already contains them, so they are read from it.
     """
     import jax.numpy as jnp
 
@@ -106,7 +106,10 @@ def flash_latents(
     soft_cap: float | None = None,
     sinks: Any = None,
 ) -> Any:
-    """`flash_mla`, one sequence at a time, with queries padded to the keys. Identity projections keep the latents."""
+    """`flash_mla`, one sequence at a time. Queries are padded to the number of keys.
+
+    The projections are identity matrices, so that the latents do not change.
+    """
     import jax.numpy as jnp
 
     d_qk, ones, parts = q.shape[2], jnp.eye(d_v, dtype=q.dtype)[:, None], []
@@ -125,8 +128,8 @@ def flash_latents(
 def listed(q: Any, kv: Any, indices: Any, sm_scale: float | None = None, d_v: int = 512) -> Any:
     """`deepseek_attn`, one token at a time.
 
-    Its indexer gets one-hot keys, so that it chooses exactly the list. A query always sees its own position there, so
-    each query is put at a position of its list.
+    Its indexer gets one-hot keys, so that it selects exactly the entries of the list. The kernel always adds a query's
+    own position, so the query is placed at a position of its list.
     """
     import jax.numpy as jnp
 
@@ -150,13 +153,13 @@ def several_kv_heads(operation: str, call: Any) -> bool:
 
 
 def doubled_entries(operation: str, call: Any) -> bool:
-    """Whether a list has repeated entries, or none at all."""
+    """Whether any list is empty or has repeated entries."""
     lists = [row[(row >= 0) & (row < np.prod(call.kv.shape[:-1]))] for row in call.indices[:, 0]]
     return any(not len(row) or len(row) > len({*row.tolist()}) for row in lists)
 
 
 def pages_of_odd_sizes(operation: str, call: Any) -> bool:
-    """Whether the page size does not fill the 32-bit words of the cache, in which several positions share a word."""
+    """Whether a page does not fill whole 32-bit words of the cache, each of which packs several positions."""
     return call.kv_cache.shape[1] % (4 // call.kv_cache.dtype.itemsize) != 0
 
 

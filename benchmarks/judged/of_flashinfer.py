@@ -1,4 +1,4 @@
-"""Reference implementations in FlashInfer's package that only need torch, loaded without FlashInfer's own imports."""
+"""FlashInfer's reference implementations that need only torch. They are loaded without the rest of FlashInfer."""
 
 import functools
 import importlib
@@ -19,14 +19,14 @@ from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 @functools.cache
 def reference(path: str) -> Any:
     """A file in the package's folder `attention`, imported as a separate module."""
-    found = importlib.util.find_spec("flashinfer")
-    assert found is not None
-    assert found.origin is not None
-    file = Path(found.origin).parent / "experimental/b12x/attention" / path
+    spec = importlib.util.find_spec("flashinfer")
+    assert spec is not None
+    assert spec.origin is not None
+    file = Path(spec.origin).parent / "experimental/b12x/attention" / path
     if not file.exists():
         raise NotImplementedError(f"this version has no {path}")
     package = f"flashinfer_{file.parent.name.strip('_')}"
-    if package not in sys.modules:  # avoids the imports of the package itself
+    if package not in sys.modules:  # avoids everything that the package itself would import
         bare_package(package, file.parent)
     return importlib.import_module(f"{package}.{file.stem}")
 
@@ -43,7 +43,7 @@ def paged(
     sinks: torch.Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`paged_attention_reference`. Its lse includes sinks, which ours leaves out."""
+    """`paged_attention_reference`. Its lse includes sinks, so with sinks only `out` is compared."""
     k_pages, v_pages = pages_of(kv_pages)
     result = reference("paged/reference.py").paged_attention_reference(
         q, k_pages, v_pages, page_indices, kv_lens, cu_q_lens, softmax_scale=sm_scale, causal=causal,
@@ -81,7 +81,7 @@ def listed(
     sm_scale: float | None = None,
     topk_lens: torch.Tensor | None = None,
 ) -> Any:
-    """`sparse_mla_reference`, over rows of 656 bytes. Its lse has base 2, and is converted."""
+    """`sparse_mla_reference`, over rows of 656 bytes. Its lse is converted from base 2 to base e."""
     (num_seqs, num_tokens, num_heads, d_qk), slots = q.shape, kv_cache.shape[0] * kv_cache.shape[1]
     lens = None if topk_lens is None else topk_lens.reshape(num_seqs, -1).expand(num_seqs, num_tokens).flatten()
     out, lse = reference("_shared/mla/reference.py").sparse_mla_reference(
@@ -106,15 +106,15 @@ def compressed(
     extra_topk_lens: torch.Tensor | None = None,
     cache_layout: str | None = None,
 ) -> Any:
-    """`compressed_sparse_mla_reference`. Its lse includes sinks, which ours leaves out.
+    """`compressed_sparse_mla_reference`. Its lse includes sinks, so with sinks only `out` is compared.
 
-    There, a list ends at its first negative entry. So our lists are sorted, with the valid entries first.
+    The reference ends a list at its first negative entry. So our lists are sorted, with the valid entries first.
     """
     packed = kv_cache.shape[3] == 584
     flat, rows = q.flatten(0, 1), q.shape[0] * q.shape[1]
     scale = q.shape[3] ** -0.5 if sm_scale is None else sm_scale
 
-    def taken(cache: torch.Tensor, lists: torch.Tensor, lens: torch.Tensor | None) -> tuple[Any, Any, Any]:
+    def prepared(cache: torch.Tensor, lists: torch.Tensor, lens: torch.Tensor | None) -> tuple[Any, Any, Any]:
         width = lists.shape[2]
         ends = torch.full(q.shape[:2], width) if lens is None else lens.reshape(len(q), -1).expand(q.shape[:2])
         unknown = (torch.arange(width) >= ends[..., None]) | (lists >= cache.shape[0] * cache.shape[1])
@@ -127,10 +127,10 @@ def compressed(
     more: dict[str, Any] = {}
     if extra_kv_cache is not None and extra_indices is not None:
         names = ("extra_k_cache", "extra_indices", "extra_topk_lengths")
-        more = dict(zip(names, taken(extra_kv_cache, extra_indices, extra_topk_lens), strict=True))
+        more = dict(zip(names, prepared(extra_kv_cache, extra_indices, extra_topk_lens), strict=True))
         more["extra_page_size"] = extra_kv_cache.shape[1]
     out, lse = reference("_shared/mla/compressed_reference.py").compressed_sparse_mla_reference(
-        flat, *taken(kv_cache, indices, topk_lens), sm_scale=scale, attn_sink=sinks, return_lse=True,
+        flat, *prepared(kv_cache, indices, topk_lens), sm_scale=scale, attn_sink=sinks, return_lse=True,
         swa_page_size=kv_cache.shape[1], cache_format="deepseek_v4" if packed else "deepseek_v41", **more,
     )  # fmt: skip
     out, lse = out.view(q.shape)[..., :d_v], lse.view(q.shape[:3]).transpose(1, 2)
@@ -148,7 +148,7 @@ def logits(
     kv_lens: torch.Tensor | None = None,
     cu_q_lens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`contiguous_logits_reference`, or row by row `paged_decode_logits_reference` over pages of bytes."""
+    """`contiguous_logits_reference`, or over pages of bytes `paged_decode_logits_reference`, row by row."""
     module = reference("dsa_indexer/reference.py")
     if page_indices is None:
         scale = torch.ones(len(keys)) if key_scale is None else key_scale
@@ -186,7 +186,7 @@ def scores_of_blocks(
 
 
 def selected_blocks(scores: torch.Tensor, top_k: int, local_blocks: int = 0) -> torch.Tensor:
-    """`msa_select_blocks_reference`. It gets query positions; at the position -1 it forces no block."""
+    """`msa_select_blocks_reference`. It forces the block of a query's position, or no block at position -1."""
     last_block = torch.where(scores[:, 0].isneginf(), -1, torch.arange(scores.shape[2])).amax(1)
     position = 128 * last_block if local_blocks else torch.full_like(last_block, -1)
     return (
@@ -207,7 +207,10 @@ def another_dtype(operation: str, call: Any) -> bool:
 
 
 def other_scales(operation: str, call: Any) -> bool:
-    """Whether e4m3 queries come without `kv_scale` or with several scales, or wider queries come with a `kv_scale`."""
+    """Whether the reference does not accept the scales.
+
+    With e4m3 queries it needs `kv_scale` and at most one query scale. With other queries it accepts no `kv_scale`.
+    """
     scaled = call.q.dtype.itemsize == 1
     return (call.kv_scale is not None) != scaled or (scaled and np.size(call.q_scale) != 1)
 
@@ -222,9 +225,10 @@ def another_format(operation: str, call: Any) -> bool:
 
 
 def another_compressed_format(operation: str, call: Any) -> bool:
-    """Whether the rows have other sizes than the reference reads.
+    """Whether the reference cannot read rows of these sizes.
 
-    It reads 584 bytes in both caches, or 528 in the first and 288 in the second, stored token by token.
+    It reads rows of 584 bytes in both caches. It also reads rows of 528 bytes in the first cache and 288 in the second,
+    if they are stored token by token.
     """
     widths = [cache.shape[3] for cache in (call.kv_cache, call.extra_kv_cache) if cache is not None]
     return widths not in ([584], [584, 584], [528], [528, 288]) or (widths[0] == 528 and call.cache_layout == "page")
@@ -244,12 +248,12 @@ def another_dtype_of_queries(operation: str, call: Any) -> bool:
 
 
 def other_forced_blocks(operation: str, call: Any) -> bool:
-    """Whether other blocks than a query's own are forced."""
+    """Whether more blocks than the query's own block are forced."""
     return call.local_blocks > 1
 
 
 def equal_scores(operation: str, call: Any) -> bool:
-    """Whether scores are equal, so that it may select any of them, or infinite, like the score of a forced block."""
+    """Whether scores are equal, so that several selections are right, or +inf, which is the score of a forced block."""
     finite = np.sort(np.where(np.isneginf(call.scores), np.nan, call.scores), axis=2)
     return bool((finite[..., 1:] == finite[..., :-1]).any() or np.isposinf(call.scores).any())
 

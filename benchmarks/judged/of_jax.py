@@ -36,7 +36,7 @@ def pallas_paged(
     q: Any, k_pages: Any, v_pages: Any, lengths: Any, page_indices: Any, sm_scale: float | None = None,
     soft_cap: float | None = None,
 ) -> Any:  # fmt: skip
-    """jax's `paged_attention`, interpreted. The caller has to scale the queries; here they are scaled in float32."""
+    """jax's `paged_attention`, interpreted. It expects scaled queries, so they are scaled in float32 first."""
     from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
     from ragged_attention.testing.tpu_interpreter import watched

@@ -69,7 +69,7 @@ def sdpa_causal(
     sm_scale: float | None = None,
     causal: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` with its flag `is_causal`, which aligns the first query with the first key."""
+    """`scaled_dot_product_attention` with its flag `is_causal`. The flag aligns the first query with the first key."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         if causal and query.shape[2] != key.shape[2]:
@@ -116,15 +116,15 @@ def flex(
 
     of_query = torch.repeat_interleave(torch.arange(len(cu_q_lens) - 1), cu_q_lens.diff().long())
     of_key = torch.repeat_interleave(torch.arange(len(cu_kv_lens) - 1), cu_kv_lens.diff().long())
-    # the offset from a query's row to the row of the key at its position
+    # a query's row + shift = the row of the key at the query's position
     shift = (cu_kv_lens[1:] - cu_q_lens[1:]).long()
 
     def mask(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         del batch, head
         distance = key - (query + shift[of_query[query]])
-        found = of_query[query] == of_key[key]
-        found = found & (distance <= 0) if causal else found
-        return found if sliding_window is None else found & (distance > -sliding_window)
+        visible = of_query[query] == of_key[key]
+        visible = visible & (distance <= 0) if causal else visible
+        return visible if sliding_window is None else visible & (distance > -sliding_window)
 
     def capped(score: torch.Tensor, *_: Any) -> torch.Tensor:
         return soft_cap * torch.tanh(score / soft_cap)  # type: ignore[operator]
@@ -135,7 +135,7 @@ def flex(
         query, key, value, score_mod=None if soft_cap is None else capped, block_mask=blocks, scale=sm_scale,
         enable_gqa=True, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    assert aux.lse is not None  # AuxRequest requests it
+    assert aux.lse is not None  # it was requested with AuxRequest
     out, lse = out[0].transpose(0, 1), aux.lse[0].transpose(0, 1)
     return (out, lse) if return_lse else out
 
@@ -150,7 +150,7 @@ def transformers_eager(
     causal: bool = False,
     sliding_window: int | None = None,
 ) -> torch.Tensor:
-    """`eager_attention_forward` of transformers' Llama, sequence by sequence, with masks of the lowest number."""
+    """`eager_attention_forward` of transformers' Llama, per sequence. The mask adds the dtype's lowest number."""
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
     module = torch.nn.Module()

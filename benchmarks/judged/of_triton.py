@@ -15,8 +15,8 @@ import torch
 from benchmarks.judged import FILLED, FLOATS, Recipe, not_causal, pages_of
 from ragged_attention.testing import triton_interpreter
 
-SEGMENTS = 16  # the KV splits that vLLM's backend uses
-ROW_BLOCKS = 128  # the most blocks of queries whose keys it splits
+SEGMENTS = 16  # the number of KV splits in vLLM's backend
+ROW_BLOCKS = 128  # vLLM's backend splits keys for at most this number of blocks of queries
 
 
 @functools.cache
@@ -44,7 +44,7 @@ def vllm_unified(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`unified_attention`, with the scratch memory that lets it split keys."""
+    """`unified_attention`, with scratch memory, so that it can split keys."""
     k_pages, v_pages = pages_of(kv_pages)
     if sliding_window is not None and not causal:
         raise NotImplementedError("without a causal mask its window bounds both sides")
@@ -117,7 +117,7 @@ def fla_parallel(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`parallel_attn`, which requires as many queries as keys. Rows of zeros are added before a sequence's queries."""
+    """`parallel_attn`. It requires as many queries as keys, so rows of zeros are added before a sequence's queries."""
     added = cu_kv_lens.diff() - cu_q_lens.diff()
     triton_interpreter.quicken()
     kernels = importlib.import_module("fla.ops.attn.parallel")
@@ -138,11 +138,11 @@ def fla_decode(
     sliding_window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attn_decoding_one_step`, over the keys and values of each sequence in one piece."""
+    """`attn_decoding_one_step`, over keys and values that are gathered to be contiguous per sequence."""
     triton_interpreter.quicken()
     decoding = importlib.import_module("fla.ops.attn.decoding")
     tuner = decoding.naive_attn_decoding_kernel.fn
-    tuner.configs = tuner.configs[:1]  # the configurations differ only in warps, and timing them needs a GPU
+    tuner.configs = tuner.configs[:1]  # one configuration: they differ only in warps, and a choice by time needs a GPU
     k, v = (
         torch.cat(
             [pages[table.long()].flatten(0, 1)[:kv_len] for table, kv_len in zip(page_indices, kv_lens, strict=True)]
@@ -169,7 +169,7 @@ def one_of_heads(operation: str, call: Any) -> bool:
 
 
 def another_d_v(operation: str, call: Any) -> bool:
-    """Whether the width of values is not the one that the kernel assumes for the queries' width (576 or 288)."""
+    """Whether `d_v` differs from the width that the kernel assumes for queries of width 576 or 288."""
     return call.d_v != {576: 512, 288: 256}.get(call.q.shape[3], call.d_v)
 
 
@@ -183,7 +183,7 @@ LATENT: Mapping[str, Any] = {
     **LIMITS,
     "declines": (*FILLED, another_format, several_q_tokens, several_kv_heads, one_of_heads, another_d_v),
 }
-# The suite avoids drawing calls that are declined here. It cannot avoid those for which a function raises.
+# The suite does not draw calls that `declines` excludes. It would draw them if the function raised instead.
 CAUSAL: Mapping[str, Any] = {
     **LIMITS,
     "declines": (*FILLED, "more queries than keys", not_causal),

@@ -1,1 +1,1 @@
-"""Other implementations of the same operations, by family."""
+"""Other implementations (peers) of our operations, one module per family."""

@@ -1,8 +1,8 @@
 """Other implementations of latent attention. `registry.py` lists all peers and defines what a peer is.
 
 FlashMLA is taken from the package `flash_mla` if that is installed, otherwise from `_flashmla_C.abi3.so` in `peers/`. A
-peer that cannot read a quantised cache gets a bfloat16 copy of it, made beforehand. Heads are also padded beforehand if
-a peer has no kernel for their number.
+peer that cannot read a quantised cache gets a bfloat16 copy of it. If a peer has no kernel for the number of heads, the
+heads are padded. The copy and the padding are made in advance, so they are not timed.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.cases.mla import LatentCase
 
 Run = Callable[[], Any]
-AT_ONCE = 64  # queries whose rows are gathered together
+AT_ONCE = 64  # the number of queries whose rows are gathered at once
 
 
 def _plain(case: LatentCase, cache: Any) -> Any:
@@ -59,8 +59,8 @@ def _sdpa_of_lists(case: LatentCase, inputs: dict[str, Any]) -> Run:
     def run() -> Any:
         parts = []
         for start in range(0, case.num_tokens, AT_ONCE):
-            pieces = [one[start : start + AT_ONCE] for one in lists]
-            keys = torch.cat([row[one.clamp(min=0)] for row, one in zip(rows, pieces, strict=True)], 1)[:, None]
+            pieces = [slots[start : start + AT_ONCE] for slots in lists]
+            keys = torch.cat([row[slots.clamp(min=0)] for row, slots in zip(rows, pieces, strict=True)], 1)[:, None]
             seen = torch.cat(pieces, 1)[:, None, None] >= 0
             part = torch.nn.functional.scaled_dot_product_attention(
                 q[start : start + AT_ONCE, None], keys, keys[..., : case.d_v], attn_mask=seen
@@ -128,7 +128,7 @@ def _flash_mla_functions(folder: Path) -> Any:
 
 
 def allocating(function: Any) -> Callable[..., Any]:
-    """An operator of torch that gets None for missing last arguments, such as `out_`, which have no default."""
+    """An operator of torch that passes None for omitted last arguments without a default, such as `out_`."""
     return lambda *arguments: function(*arguments, *[None] * (len(function._schema.arguments) - len(arguments)))
 
 
@@ -150,7 +150,7 @@ def flash_mla_declines(case: LatentCase) -> str | None:
 
 
 def flash_mla(case: LatentCase, inputs: dict[str, Any], folder: Path) -> Run:
-    """A call of FlashMLA's functions. As in its interface, the first call makes a schedule, which later calls reuse."""
+    """A call of FlashMLA's functions. As in its interface, the first call makes a schedule for later calls."""
     import torch
 
     functions, scale = _flash_mla_functions(folder), case.d_qk**-0.5
@@ -192,9 +192,10 @@ def fa3_declines(case: LatentCase) -> str | None:
 
 
 def fa3(case: LatentCase, inputs: dict[str, Any], forward: Any) -> Run:
-    """FA3's forward operator, with the rotary columns as K, and the others as V and as a second part of the product.
+    """FA3's forward operator. K is the rotary columns, and V is the other columns.
 
-    A list of keys becomes a page table with pages of one row, for a sequence of one query.
+    `q_v` makes FA3 add the product of these other columns to the logits. With lists, every query is a sequence, and its
+    list is a page table with pages of one row.
     """
     import torch
 

@@ -1,8 +1,8 @@
 """The launches of other projects' Triton kernels for a case, recorded without running them, so no GPU is needed.
 
 The projects' own functions are called with tensors that have shapes but no values, and each kernel is replaced by an
-object that records its launch. The module repeats the rules of these kernels that decide which program gets which
-blocks of keys. `sources.py` lists where the sources come from.
+object that records its launch. The kernels' rules for which program gets which blocks of keys are repeated here.
+`sources.py` lists where the sources come from.
 """
 
 import collections
@@ -24,14 +24,14 @@ from benchmarks.roofline.model import Programs, cdiv
 from ragged_attention.tools.samples import device_of
 
 ARCH = "sm_90"
-SPLITS = 8  # most KV splits per sequence in SGLang, its default
-LEAST_KEYS = 512  # least keys per KV split of latents in vLLM
+SPLITS = 8  # the most KV splits per sequence, which is SGLang's default
+LEAST_KEYS = 512  # the least keys per KV split over latents in vLLM
 
 
 class Recorded(NamedTuple):
-    """A launch, and its number of programs by their iterations of each loop.
+    """A launch, and its programs: (iterations of each loop) -> the number of programs with these iterations.
 
-    If a kernel has several loops but the key has one entry, it counts the iterations of the largest loop.
+    If a kernel has several loops but a key has one entry, that entry counts the iterations of the largest loop.
     """
 
     launch: Launch
@@ -59,7 +59,7 @@ class RecordingKernel:
 
 
 def _plain(value: Any) -> Any:
-    """The value as a compiler gets it: an enumeration's member as its number, a stand-in as False."""
+    """The value that a compiler gets: a number for an enumeration's member, False for a stand-in."""
     if isinstance(value, registry.Nothing):
         return False
     return int(value) if isinstance(value, enum.IntEnum) else value
@@ -67,7 +67,7 @@ def _plain(value: Any) -> Any:
 
 @contextlib.contextmanager
 def recording(module: Any, *names: str) -> Iterator[list[RecordingKernel]]:
-    """A context in which kernels of a module are replaced by recording ones."""
+    """A context in which the named kernels of a module are replaced by kernels that record their launches."""
     kernels = [RecordingKernel(getattr(module, name)) for name in names]
     held = [kernel.kernel for kernel in kernels]
     for name, kernel in zip(names, kernels, strict=True):
@@ -80,7 +80,7 @@ def recording(module: Any, *names: str) -> Iterator[list[RecordingKernel]]:
 
 
 def imported(name: str) -> Any:
-    """A module from `peers/` of a package that is not installed as a whole."""
+    """A module of another project's package, of which only some files are in `peers/`."""
     package = name.partition(".")[0]
     if not any(isinstance(finder, registry.StandIns) and finder.package == package for finder in sys.meta_path):
         sys.meta_path.append(registry.StandIns(package))
@@ -108,7 +108,7 @@ def inputs_of(case: Any) -> dict[str, Any]:
 
 
 def vllm_paged(case: PagedCase) -> list[Recorded]:
-    """`unified_attention`, with 16 rows per program, over all of their keys or over a segment of them."""
+    """`unified_attention`. A program has 16 rows, and all keys or a segment of the keys that they see."""
     module = imported("vllm.v1.attention.ops.triton_unified_attention")
     with recording(module, "kernel_unified_attention", "reduce_segments") as (kernel, reduce):
         registry._vllm_triton(case, inputs_of(case))()
@@ -130,11 +130,11 @@ def _unified_programs(case: PagedCase, arguments: Any) -> Programs:
             low = kv_len - q_len + block * block_q
             first = max(low - window + 1, 0) // tile if window else 0
             last = cdiv(min(low + (arguments["BLOCK_M"] - 1) // group + 1, kv_len), tile)
-            each = cdiv(kv_len, segments * tile) if arguments["IS_3D"] else last
-            for begin in range(0, last, each):
-                turns = min(begin + each, last) - max(begin, first)
-                if turns > 0:
-                    programs[(float(turns),)] += case.num_kv_heads
+            per_program = cdiv(kv_len, segments * tile) if arguments["IS_3D"] else last
+            for begin in range(0, last, per_program):
+                iterations = min(begin + per_program, last) - max(begin, first)
+                if iterations > 0:
+                    programs[(float(iterations),)] += case.num_kv_heads
     return programs
 
 
@@ -142,7 +142,7 @@ def _unified_programs(case: PagedCase, arguments: Any) -> Programs:
 
 
 def vllm_latent(case: LatentCase) -> list[Recorded]:
-    """The grouped decode kernel, with 16 heads per program, over one KV split."""
+    """The grouped decode kernel. A program has 16 heads and one KV split."""
     module = imported("vllm.v1.attention.ops.triton_decode_attention")
     seqs, heads = case.max_num_seqs, case.num_q_heads
     splits = 1 << max(case.max_len // LEAST_KEYS - 1, 0).bit_length()
@@ -166,13 +166,13 @@ def latent_declines(case: LatentCase) -> str | None:
 
 
 def _split_evenly(launch: Launch, reduce: Sequence[Launch], lens: Sequence[int], splits: int) -> list[Recorded]:
-    """The programs of a kernel that cuts each sequence into the same number of equal parts."""
+    """The recorded launches of a kernel that cuts each sequence into `splits` KV splits of equal length."""
     programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, least = launch.arguments["BLOCK_N"], launch.arguments.get("MIN_BLOCK_KV", 1)
     for length in lens:
-        each = cdiv(cdiv(length, splits), least) * least
-        for begin in range(0, length, each):
-            programs[(float(cdiv(min(each, length - begin), block)),)] += launch.grid[1]
+        per_split = cdiv(cdiv(length, splits), least) * least
+        for begin in range(0, length, per_split):
+            programs[(float(cdiv(min(per_split, length - begin), block)),)] += launch.grid[1]
     return [Recorded(launch, programs), *(Recorded(one, {(): one.programs}) for one in reduce)]
 
 
@@ -245,9 +245,9 @@ def fla_declines(case: VarlenCase) -> str | None:
 
 
 def _parallel_programs(case: VarlenCase, launch: Launch) -> Programs:
-    """The programs of a kernel. For dk and dv a program has keys and loops over rows, otherwise the reverse.
+    """The programs of a kernel. For dk and dv a program has keys and loops over rows. Others loop over keys.
 
-    The diagonal has a loop of its own.
+    The blocks at the causal diagonal have a separate loop.
     """
     if "BS" not in launch.arguments:
         return {(): launch.programs}
@@ -257,8 +257,8 @@ def _parallel_programs(case: VarlenCase, launch: Launch) -> Programs:
         for block in range(cdiv(length, rows)):
             diagonal = cdiv(min(rows, length - block * rows), step)
             if "dkv" in launch.name:
-                rest = cdiv(max(length - (block + 1) * rows, 0), step)
-                programs[(float(diagonal), float(rest))] += case.num_q_heads
+                below = cdiv(max(length - (block + 1) * rows, 0), step)
+                programs[(float(diagonal), float(below))] += case.num_q_heads
             else:
                 programs[(float(block * rows // step), float(diagonal))] += case.num_q_heads
     return programs

@@ -1,12 +1,11 @@
-"""Other implementations of the same operations. They are used if they can be imported; each gives the reason if not.
+"""Other implementations (peers) of our operations. A peer that cannot be imported gives the reason.
 
-A peer gets the inputs of a case and returns a callable. One call of it computes out [T, H, D], or the gradients.
-Preparation that a peer needs (plans, masks, copies into its own cache layout) is done in advance, outside the timed
-region.
+A peer gets the inputs of a case and returns a function without arguments, which computes out [T, H, D] or the
+gradients. Preparation that a peer needs (plans, masks, copies into its own cache layout) is done in advance, outside
+the timed region.
 
 Compiled peers and sources that are not installed are in `peers/` at the repository's root, which git ignores:
-`_vllm_fa3_C.abi3.so` (or compressed, `.xz`), and `triton_unified_attention.py` with the modules beside it that it
-imports.
+`_vllm_fa3_C.abi3.so` (or compressed, `.xz`), and `triton_unified_attention.py` with the modules that it imports.
 """
 
 import dataclasses
@@ -63,7 +62,10 @@ def _no_cuda() -> str | None:
 
 
 def _refuses(*, window: bool = False, soft_cap: bool = False, sinks: bool = False, quantised: bool = True) -> Any:
-    """A function that returns the first missing feature that a case needs, or None."""
+    """A function that returns the reason why a peer without these features declines a case, or None.
+
+    A flag is True if the peer lacks the feature.
+    """
 
     def declines(case: PagedCase) -> str | None:
         for missing, name, used in (
@@ -120,7 +122,7 @@ def _torch_sdpa(case: PagedCase, inputs: dict[str, Any]) -> Run:
 
 
 def _mask(q_len: int, kv_len: int, window: int | None, device: Any) -> tuple[bool, Any]:
-    """(is_causal, mask) for SDPA, in the cheapest equivalent form."""
+    """(is_causal, mask) for SDPA. `is_causal` replaces the mask if it gives the same result."""
     import torch
 
     if not window or window >= kv_len:
@@ -232,7 +234,7 @@ def _load_fa3() -> Any:
 
 
 def _fa3(case: PagedCase, inputs: dict[str, Any]) -> Run:
-    """FA3's forward operator. It takes arguments by position, and later versions have more of them at the end."""
+    """FA3's forward operator. It takes arguments by position, and later versions take more arguments at the end."""
     forward = _load_fa3()
     k_pages, v_pages = split_pages(case, inputs["kv_pages"])
     window = case.sliding_window
@@ -252,18 +254,18 @@ def _fa3(case: PagedCase, inputs: dict[str, Any]) -> Run:
 
 
 def _clean_table(case: PagedCase, inputs: dict[str, Any]) -> Any:
-    """The page table without the garbage after the used pages, which some peers read."""
+    """The page table with valid indices after the used pages, since some peers read those entries."""
     return inputs["page_indices"].clamp(0, case.num_pages - 1)
 
 
 # ---- vLLM's Triton kernel
 
-# tokens; from vLLM 0.33 on, keys of such short queries are split too, which needs a row of scratch per token
+# In tokens. From vLLM 0.33 on, keys are also split for queries up to this length, so each token needs scratch memory.
 LONGEST_SPLIT_QUERY = 8
 
 
 class Nothing:
-    """An object whose attributes and calls all give the object itself, which is false."""
+    """An object that returns itself for every attribute and every call. It is false in conditions."""
 
     def __getattr__(self, name: str) -> "Nothing":
         return self
@@ -283,7 +285,7 @@ def _anything(name: str) -> Nothing:
 
 
 class _Modes(enum.EnumMeta):
-    """A metaclass of an enumeration that has every name. Names without a value equal none of its members."""
+    """A metaclass of an enumeration in which every upper-case name exists. An undefined name equals no member."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_") or not name.isupper():
@@ -311,9 +313,9 @@ class _Platform(Nothing):
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Importer for the modules of a package that sources in `peers/` import.
+    """Importer for a package of which `peers/` has only some modules.
 
-    It finds files in the package's folder there, or directly in `peers/`, and otherwise makes stand-ins.
+    It looks for a module in the package's folder in `peers/`, or directly in `peers/`. Otherwise it makes a stand-in.
     """
 
     def __init__(self, package: str = "vllm") -> None:
@@ -364,7 +366,7 @@ def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
     rows = max(threshold, case.num_tokens if max(case.q_lens) <= LONGEST_SPLIT_QUERY else 0)
     scratch = torch.empty(rows, case.num_q_heads, segments, width + 2, device=q.device)
     scale = None if case.scale is None else torch.tensor([case.scale], device=q.device)
-    every = {
+    newest = {
         "q": q, "k": k_pages, "v": v_pages, "out": out, "cu_seqlens_q": inputs["cu_q_lens"],
         "max_seqlen_q": max(case.q_lens), "seqused_k": inputs["kv_lens"], "max_seqlen_k": max(case.kv_lens),
         "softmax_scale": case.head_dim**-0.5, "causal": True,
@@ -378,7 +380,7 @@ def _vllm_triton(case: PagedCase, inputs: dict[str, Any]) -> Run:
         "num_decodes": sum(q_len == 1 for q_len in case.q_lens),
     }  # fmt: skip
     known = inspect.signature(function).parameters
-    arguments = {name: value for name, value in every.items() if name in known}
+    arguments = {name: value for name, value in newest.items() if name in known}
 
     def run() -> Any:
         function(**arguments)
@@ -402,8 +404,7 @@ def _jax_reference(case: PagedCase, inputs: dict[str, Any]) -> Run:
     import numpy as np
     from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 
-    # The reference loops over lengths in Python, so they must be NumPy arrays, which are constants of the traced
-    # function.
+    # The reference loops over lengths in Python, so they must be constants of the traced function: NumPy arrays.
     lens = [np.asarray(inputs[name]) for name in ("kv_lens", "page_indices", "cu_q_lens")]
     count = np.array([len(case.q_lens)], np.int32)
 
@@ -540,5 +541,5 @@ PEERS = (
 
 
 def presence(framework: str | None = None) -> dict[str, str | None]:
-    """Each peer's name with None if it can be used, or else the reason why not."""
+    """Name of a peer -> None if it can be used, otherwise the reason why it cannot."""
     return {peer.name: peer.absent() for peer in PEERS if framework in (None, peer.framework)}

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.sources [--folder FOLDER]
 
-downloads the wheels with pip, keeps the few files that the kernels need in `peers/` at the repository's root, which git
-ignores, and discards the rest: it fetches 390 MB and keeps 20 MB. For FlashMLA it keeps the compiled library, whose
-machine code is read beside ours.
+The command downloads the wheels with pip: 390 MB. It keeps the few files that the kernels need, 20 MB, in `peers/` at
+the repository's root, which git ignores. For FlashMLA it keeps the compiled library, whose machine code is compared
+with ours.
 """
 
 import argparse
@@ -22,7 +22,7 @@ FLA = "fla-core"
 
 
 class Source(NamedTuple):
-    """The files of a wheel that are kept, in a folder of their own. If `flat` is False they keep their paths."""
+    """A wheel, and the files of it that are kept in `folder`. If `flat` is False, they keep their paths."""
 
     requirement: str
     folder: str
@@ -40,7 +40,7 @@ SOURCES = (
     Source("einops", FLA, ("einops/*.py",), flat=False),  # FLA imports it
 )  # fmt: skip
 
-# The peers on a GPU, compiled for the torch of constraints-device.txt.
+# The peers that are timed on a GPU. They are compiled for the torch of constraints-device.txt.
 DEVICE_SOURCES = (
     Source("vllm==0.26.0", "vllm", (
         "vllm/_flashmla_C.abi3.so", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so",
@@ -65,7 +65,7 @@ def fetch(source: Source, folder: Path) -> None:
 
 
 def unpack(wheel: Path, source: Source, folder: Path) -> None:
-    """Extract the files of a wheel that are kept."""
+    """Extract the files of a wheel that `source` lists."""
     with zipfile.ZipFile(wheel) as archive:
         for name in archive.namelist():
             if any(fnmatch.fnmatch(name, member) for member in source.members):

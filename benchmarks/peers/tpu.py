@@ -1,4 +1,4 @@
-"""JAX's own TPU kernels, which are compiled beside ours for the same work with the same block sizes."""
+"""JAX's own TPU kernels, which are compiled for comparison with ours, with equal block sizes."""
 
 import functools
 from collections.abc import Mapping

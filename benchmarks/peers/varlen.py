@@ -11,9 +11,9 @@ Run = Callable[[], Any]
 
 
 def refuses(*, soft_cap: bool = False, sinks: bool = True, window: bool = False) -> Callable[[VarlenCase], str | None]:
-    """A function that returns the feature of a case that a peer does not have, or None.
+    """A function that returns the reason why a peer without these features declines a case, or None.
 
-    No peer has the gradient of lse.
+    A flag is True if the peer lacks the feature. No peer accepts a gradient of lse.
     """
 
     def declines(case: VarlenCase) -> str | None:
@@ -28,7 +28,10 @@ def refuses(*, soft_cap: bool = False, sinks: bool = True, window: bool = False)
 
 
 def sdpa_declines(case: VarlenCase) -> str | None:
-    """The reason why SDPA is not timed. It has no ragged batches, and cutting one up would be timed too."""
+    """The reason why SDPA is not timed, or None.
+
+    It has no ragged batches, and the time of splitting a batch into sequences would be included.
+    """
     if len(set(case.q_lens)) > 1 or case.q_lens != case.kv_lens:
         return "sequences must have one length here"
     return refuses(soft_cap=True, window=True)(case)
@@ -42,14 +45,14 @@ def _gradients(out: Any, arrays: tuple[Any, ...], d_out: Any) -> Run:
 
 
 def sdpa(case: VarlenCase, inputs: dict[str, Any], backend: str = "") -> Run:
-    """torch's SDPA over sequences of equal length, by one of its backends: `FLASH_ATTENTION`, `CUDNN_ATTENTION`."""
+    """torch's SDPA over sequences of equal length, on one of its backends, such as `FLASH_ATTENTION`, or on any."""
     import torch
     from torch.nn import attention
 
     allowed = [getattr(attention.SDPBackend, backend)] if backend else list(attention.SDPBackend.__members__.values())
     arrays = tuple(
         inputs[name].detach().clone().requires_grad_(case.backward) for name in ("q", "k", "v")
-    )  # the arrays in their own layout, so that gradients have it too
+    )  # in the layout of the case, so that the gradients get it too
 
     def forward() -> Any:
         batched = (array.view(len(case.q_lens), -1, *array.shape[1:]).transpose(1, 2) for array in arrays)
