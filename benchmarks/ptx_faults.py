@@ -1,12 +1,12 @@
-"""Plant single faults in compiled kernels and report which of them the PTX emulator or the reference notices.
+"""Plant single faults in compiled kernels, and report which faults the PTX emulator or the reference notices.
 
     python -m benchmarks.ptx_faults [--arch sm_90] [--kernel tile_kernel] [--kind TEXT] [--most 4] [--seed N]
 
 One call runs with its PTX unchanged, and then once for each fault: an instruction of the kernel's PTX is dropped or
-changed. For Triton's kernels the call is an attention over a paged cache, for the CUDA kernels one of `CUDA`. A fault
-is noticed in one of three ways: the emulator reports it, with a right or a wrong result; the emulation cannot continue;
-or only the result is wrong, by comparison with the reference. Some faults remain unnoticed: some barriers and waits do
-not protect any access of this batch, or of any batch.
+changed. Triton's kernels are called for attention over a paged cache, and the CUDA kernels for a batch of `CUDA`. A
+fault is noticed in one of three ways: the emulator reports it, with a right or a wrong result; the emulation cannot
+continue; or nothing is reported, but the result differs from the reference. Some faults remain unnoticed, because some
+barriers and waits do not protect any access of this batch, or of any batch.
 """
 
 import argparse
@@ -86,8 +86,8 @@ KINDS: dict[str, tuple[str, Edit]] = {
 ANSWERS = ("report, wrong", "report, right", "fault", "wrong", "other bits", "unnoticed")
 
 
-# The CUDA kernels: a part of the kernel's name in the PTX; fields of a latent decode batch; and the number of KV
-# splits, or "parts" for a schedule of two parts, in which a CTA goes on from one sequence to the next.
+# CUDA kernel -> (a part of its name in the PTX, fields of a latent decode batch, the number of KV splits). Instead of a
+# number, "parts" is a schedule of two parts, in which a CTA continues with the next sequence after it has ended one.
 CUDA: dict[str, tuple[str, dict[str, Any], int | str]] = {
     "cuda dense": ("Seesaw", {"topk": 0, "heads": 16, "q_tokens": 2}, "parts"),
     "cuda dense, row by row": ("Seesaw", {"topk": 0, "heads": 16, "page_size": 16}, 1),
@@ -113,7 +113,7 @@ class Answer:
 
 
 class Judge:
-    """Runs a batch with a changed kernel, and compares with the reference and with the unchanged kernel."""
+    """Runs a batch with a changed kernel, and compares the result with the reference and the unchanged kernel's."""
 
     def __init__(self, arch: str, kernel: str, seed: int | None = None) -> None:
         self.arch, self.seed = arch, seed
@@ -146,7 +146,7 @@ class Judge:
         return kernel, self._prepared("cuda", "mla_decode", batch, {"num_splits": splits})
 
     def _prepared(self, backend: str, operation: str, batch: Any, tile: Any, **extra: Any) -> Callable[..., Any]:
-        """A function that makes the call with a given launcher."""
+        """A function of a launcher that makes the call of the batch."""
         from ragged_attention import dispatch
         from ragged_attention.calls import CALLS
         from ragged_attention.testing import ptx_runner
@@ -163,7 +163,7 @@ class Judge:
         return launch
 
     def results(self, text: str | None) -> tuple[list[Any], list[str]]:
-        """Out and lse, with `text` as the kernel's PTX unless it is None, and the texts of the emulator's reports."""
+        """(out and lse, the texts of the emulator's reports). `text` replaces the kernel's PTX, unless it is None."""
         from ragged_attention.testing import ptx, ptx_runner, torch_front
 
         def change(name: str, unchanged: str) -> str:
@@ -178,11 +178,11 @@ class Judge:
 
         reports: list[str] = []
         emulator = ptx.Emulator(self.arch, schedule=self.seed, lanes=8192, change=change)
-        found = self.launch(ptx_runner.launcher_of(emulator, notice=notice))
-        return [torch_front.take_back(array) for array in found], reports
+        arrays = self.launch(ptx_runner.launcher_of(emulator, notice=notice))
+        return [torch_front.take_back(array) for array in arrays], reports
 
     def __call__(self, number: int, edit: Edit) -> Answer:
-        """The answer to an edit of line `number`, counted from 1."""
+        """The answer to a fault: `edit` changes line `number` of the PTX, counted from 1."""
         from ragged_attention.testing import compare, ptx
 
         lines = self.text.split("\n")
@@ -203,25 +203,25 @@ class Judge:
         return Answer("wrong", wrong) if wrong else Answer("unnoticed" if same else "other bits")
 
     def sites(self, kind: str, most: int) -> Iterator[int]:
-        """The numbers of executed lines in which a fault of this kind can be planted: at most `most`, evenly spread."""
+        """Yield the numbers of at most `most` executed lines for a fault of this kind, evenly spread."""
         pattern, edit = KINDS[kind]
-        every = [
+        lines = [
             number
             for number, line in enumerate(self.text.split("\n"), 1)
             if number in self.reached and re.match(pattern, line) and edit(line) != line
         ]
-        count = min(most, len(every))
-        yield from (every[index * len(every) // count] for index in range(count))
+        count = min(most, len(lines))
+        yield from (lines[index * len(lines) // count] for index in range(count))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print a table of the answers for each kind of fault, and every single fault."""
+    """Print every single fault with its answer, and a table with the number of answers per kind of fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89 or sm_90")
     parser.add_argument("--kernel", default="tile_kernel", help=f"tile_kernel, split_kernel, {', '.join(CUDA)}")
-    parser.add_argument("--kind", default="", help="kinds of faults whose name contains this")
-    parser.add_argument("--most", type=int, default=4, help="most places in which each kind is planted, one at a time")
-    parser.add_argument("--seed", type=int, help="seed for a random order of the warps (default: they take turns)")
+    parser.add_argument("--kind", default="", help="only kinds of faults whose name contains this")
+    parser.add_argument("--most", type=int, default=4, help="the maximum number of faults of each kind")
+    parser.add_argument("--seed", type=int, help="seed for a random order of the warps (default: round robin)")
     options = parser.parse_args(argv)
     environment.prepare(f"{environment.PTX}{options.arch}")
     console, judge = Console(), Judge(options.arch, options.kernel, options.seed)

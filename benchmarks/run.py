@@ -2,9 +2,9 @@
 
     ragged-attention bench [CASE ...] [--framework torch|jax] [--backend NAME ...] [--peers] [--rounds N] [--json FILE]
 
-Before a speed is printed, some rows of the very result are compared with the reference in float64. A backend that fails
-this check gets no speed. On a GPU, torch's times are of kernels alone with a cold L2 cache. jax's times, and all times
-on a CPU, are measured by the clock. Without a GPU the cases run scaled down.
+Before a call is timed, some rows of its result are compared with the reference in float64. A backend that fails this
+check is not timed. On a GPU, torch's times are those of kernels alone, with a cold L2 cache. jax's times, and all times
+on a CPU, are wall-clock times. Without a GPU the cases run scaled down.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class Result:
     spread: float = 0.0
     share_of_floor: float | None = None
     bound: str = ""
-    ratio: float | None = None  # the time relative to the first backend's: above 1, ours is faster
+    ratio: float | None = None  # the time relative to the first backend's; above 1, the first backend is faster
     host_seconds: float | None = None
     graphed: bool = False
     why: str = ""  # why there is no time, or a note about it
@@ -55,7 +55,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The device, and its rates if they were measured."""
+    """The device, and its measured rates, or None."""
 
     framework: str
     gpu: bool
@@ -118,7 +118,7 @@ def our_call(case: Case, inputs: dict[str, Any], machine: Machine, backend: str)
 def run_case(
     case: Case, machine: Machine, backends: Sequence[str], *, with_peers: bool, rounds: int, seed: int = 0
 ) -> list[Result]:
-    """Check, then time, every backend and peer for one case."""
+    """The results of one case: every backend and peer is checked, then timed."""
     inputs = make_inputs(case, machine, seed)
     results: list[Result] = []
     calls: dict[str, Callable[[], Any]] = {}
@@ -132,7 +132,7 @@ def run_case(
             case.check(inputs, out, to_numpy)
         except AssertionError as wrong:
             result.why = _wrong_result_note(wrong)
-            # a peer's less exact results keep their time, with a note; a wrong result of ours gets no time
+            # Our own backends are not timed with a wrong result. A peer may be less exact: it is timed, with a note.
             if who in backends:
                 del calls[who]
         except Exception as error:  # a failing contender is a row of the table, and does not end the run
@@ -182,13 +182,13 @@ def _time(
     else:
         times = timing.on_cpu(timed, rounds=rounds)
     ours = next(iter(times))
-    for who, one in times.items():
+    for who, samples in times.items():
         result = results[who]
-        result.seconds, result.spread = one.median, one.spread
-        result.ratio = None if who == ours else timing.ratio(times[ours], one)
+        result.seconds, result.spread = samples.median, samples.spread
+        result.ratio = None if who == ours else timing.ratio(times[ours], samples)
         if machine.bytes_per_second and machine.flops_per_second:
             floor, result.bound = case.floor_seconds(machine.bytes_per_second, machine.flops_per_second)
-            result.share_of_floor = floor / one.median
+            result.share_of_floor = floor / samples.median
         if on_device:
             result.host_seconds = _host_seconds(calls[who])
 
@@ -233,7 +233,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--framework", choices=("torch", "jax"), default="torch", help="default: torch")
     parser.add_argument(
-        "--backend", nargs="+", metavar="NAME", help="backends to time (default: the device's own and the fallback)"
+        "--backend",
+        nargs="+",
+        metavar="NAME",
+        help="backends to time (default: Triton on a GPU, and the portable backend)",
     )
     parser.add_argument("--peers", action="store_true", help="also time other implementations")
     parser.add_argument("--rounds", type=at_least(1), default=20, metavar="N", help="rounds of timing (default: 20)")
@@ -277,7 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def is_red(result: Result) -> bool:
-    """Whether the result is a backend of ours with wrong numbers."""
+    """Whether one of our backends computed a wrong result, which makes the command fail."""
     return result.seconds is None and result.why.startswith("wrong:")
 
 

@@ -1,11 +1,11 @@
-"""The bytes that attention over 8 to 1024 devices moves, and a plan of its time. Nothing here is measured.
+"""Computes the bytes that attention over 8 to 1024 devices sends, and plans its time. Nothing here is measured.
 
     python -m benchmarks.scaling            the tables of docs/scaling.md
     python -m benchmarks.scaling --bandwidth 50 --latency 5     another network: GB/s and microseconds
 
-The numbers of bytes are those that `ragged_attention.torch.distributed` passes to process groups; tests compare them
-with the operating system's counts. The times are for a machine that reads memory, computes and sends at its full rates:
-a bound for planning, not a forecast.
+The numbers of bytes are those that `ragged_attention.torch.distributed` passes to process groups. Tests compare them
+with the operating system's counts. The times are for a machine that reads memory, computes and sends at its full rates,
+so they are bounds for planning, not forecasts.
 """
 
 import argparse
@@ -23,7 +23,7 @@ FLOAT32 = 4  # bytes; partial results and gradients of keys are sent as float32
 def decode_bytes(tokens: int, heads: int, d_v: int, size: int, *, own_heads: bool = False) -> int:
     """The bytes of `context_parallel_decode` and `context_parallel_mla_decode` over `size` devices.
 
-    They send out and lse as float32.
+    Both functions send out and lse as float32.
     """
     whole = (size - 1) * tokens * heads * (d_v + 1) * FLOAT32
     return whole // size if own_heads else whole
@@ -40,7 +40,7 @@ def ring_bytes(rows: int, kv_heads: int, widths: int, itemsize: int, size: int) 
 def training_bytes(rows: int, kv_heads: int, widths: int, itemsize: int, size: int) -> int:
     """The bytes of `context_parallel_varlen_attention` with its gradient.
 
-    Keys and values are sent twice, and their gradients go round the whole ring, back to their owner.
+    Keys and values are sent twice. Their gradients pass through the whole ring, back to the device that owns the keys.
     """
     gradients = size * rows * kv_heads * widths * FLOAT32 if size > 1 else 0
     return 2 * ring_bytes(rows, kv_heads, widths, itemsize, size) + gradients
@@ -91,8 +91,8 @@ class Model:
 
 NETWORKS = (
     Network("NVLink", 450e9, 2e-6),  # fourth generation, as in one server of 8 or one rack with switches
-    Network("InfiniBand", 50e9, 5e-6),  # NDR, one port of 400 Gb/s per device
-    Network("ICI", 90e9, 1e-6),  # TPU v5p: one of six links, as in a ring along one axis of the torus
+    Network("InfiniBand", 50e9, 5e-6),  # NDR, with one port of 400 Gb/s per device
+    Network("ICI", 90e9, 1e-6),  # TPU v5p, with one of its six links, as in a ring along one axis of the torus
 )
 MODELS = (
     Model("8B", 32, 4096, 32, 8, 128, 128, 2 * 8 * 128 * 2, 16e9),
@@ -111,8 +111,8 @@ class Step:
     by_heads: int
     by_positions: int
     fits: bool
-    exchanged: int  # bytes that a device sends in all layers: queries to the ranks of its group, out and lse back
-    reduced: int  # bytes that it sends in the two all-reduces per layer, which any division of weights needs
+    exchanged: int  # bytes that a device sends in all layers for attention: queries, then out and lse
+    reduced: int  # bytes that a device sends in all layers for two all-reduces, which any division of weights needs
     reading: float  # seconds for reading weights and cache
     sending: float  # seconds for sending
 
@@ -122,10 +122,11 @@ class Step:
 
 
 def decode_step(model: Model, devices: int, network: Network, machine: Machine) -> Step:
-    """The plan of a decode step. Devices divide KV heads first, which needs no exchange, then positions.
+    """The plan of a decode step. KV heads are divided among devices first, which needs no exchange, then positions.
 
-    Weights are divided among all devices. Each device computes its own query heads. It gets the queries of the devices
-    with other positions of the same KV heads, and its own heads of the merged result (`own_heads`).
+    Weights are divided among all devices. Each device computes some query heads. It gets the queries of all devices
+    that have other positions of the same KV heads. Of the merged result it gets only the heads that it computed
+    (`own_heads`).
     """
     by_heads = math.gcd(devices, model.kv_heads)
     by_positions = devices // by_heads
@@ -153,7 +154,7 @@ def decode_step(model: Model, devices: int, network: Network, machine: Machine) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prefill:
-    """Causal attention over one prompt in one layer, forward, with the prompt divided over a ring of devices."""
+    """The forward pass of causal attention over one prompt in one layer. A ring of devices divides the prompt."""
 
     devices: int
     moved: int  # bytes that a device sends
@@ -162,7 +163,7 @@ class Prefill:
 
 
 def prefill(model: Model, tokens: int, devices: int, network: Network, machine: Machine) -> Prefill:
-    """The plan of a prefill. Latents are first expanded to keys and values of each head, which are then sent."""
+    """The plan of a prefill. Latents are expanded to the keys and values of each head before they are sent."""
     kv_heads = model.heads if model.kv_heads == 1 else model.kv_heads
     widths = 192 + 128 if model.kv_heads == 1 else model.head_dim + model.d_v
     moved = ring_bytes(tokens // devices, kv_heads, widths, 2, devices)
@@ -209,14 +210,14 @@ def prefill_table(networks: Sequence[Network], machine: Machine, tokens: int = 2
     yield "|" + "---|" * (4 + len(names))
     for model in MODELS:
         for devices in DEVICES:
-            found = [prefill(model, tokens, devices, network, machine) for network in networks]
-            times = [milliseconds(each.sending) for each in found]
-            computing = milliseconds(found[0].computing)
-            yield f"| {model.name} | {devices} | {bytes_of(found[0].moved)} | {computing} | {' | '.join(times)} |"
+            plans = [prefill(model, tokens, devices, network, machine) for network in networks]
+            times = [milliseconds(plan.sending) for plan in plans]
+            computing = milliseconds(plans[0].computing)
+            yield f"| {model.name} | {devices} | {bytes_of(plans[0].moved)} | {computing} | {' | '.join(times)} |"
 
 
 def tables(networks: Sequence[Network] = NETWORKS, machine: Machine | None = None) -> dict[str, str]:
-    """The tables of docs/scaling.md by the names of their marks."""
+    """The tables of docs/scaling.md. A key is the name in the marks around its table."""
     machine = Machine() if machine is None else machine
     return {
         "decode": "\n".join(decode_table(networks, machine)),

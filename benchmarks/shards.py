@@ -1,10 +1,10 @@
-"""Parts of a list that runs share among them."""
+"""Division of a list of names into shards, so that several runs can share the work."""
 
 import zlib
 
 
 def in_shard(name: str, shard: str) -> bool:
-    """Whether `name` belongs to the shard "WHICH/COUNT". WHICH is a number or any text."""
+    """Whether `name` belongs to the shard "WHICH/COUNT". WHICH is a number, or any text, whose hash is the number."""
     which, _, count = shard.rpartition("/")
     wanted = int(which) if which.isdecimal() else zlib.crc32(which.encode())
     return zlib.crc32(name.encode()) % int(count) == wanted % int(count)

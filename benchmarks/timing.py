@@ -1,7 +1,7 @@
-"""Times of calls: on a GPU by events with a cold L2 cache, on a CPU by the clock. Results are medians of many runs.
+"""Times calls, on a GPU with events and a cold L2 cache, on a CPU by the clock. Results are medians of many runs.
 
-Candidates are interleaved: each runs once per round, on a CPU in a new random order, so that changes of clock or load
-affect all of them. A ratio is the median of the ratios within each round.
+Candidates are interleaved: each candidate runs once per round, so that changes of clock or load affect all candidates.
+On a CPU, every round has a new random order. A ratio is the median of the ratios within each round.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache holds
-WARM_UP, LONGEST = 20, 0.5  # for `host_seconds`: calls that are not counted, and seconds
+WARM_UP, LONGEST = 20, 0.5  # for `host_seconds`: calls that are not counted, and seconds after which no call begins
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +41,14 @@ def ratio(base: Timing, other: Timing) -> float:
 
 
 def on_cpu(candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 15, warm_up: int = 2) -> dict[str, Timing]:
-    """Wall-clock times. A candidate must not return before its result is ready."""
+    """Wall-clock times by candidate. A candidate must not return before its result is ready."""
     return _rounds(candidates, _wall_clock, rounds, warm_up)
 
 
 def on_gpu(
     candidates: Mapping[str, Callable[[], Any]], *, rounds: int = 50, warm_up: int = 3, cold: bool = True
 ) -> dict[str, Timing]:
-    """Device times between two events, measured by torch.
+    """Device times by candidate, measured with torch's events before and after a call.
 
     With `cold`, the L2 cache is flushed before each call. The flush also keeps the device busy while the host enqueues,
     so that times exclude the cost of the launch.
@@ -83,7 +83,7 @@ def on_gpu(
 
 
 def captured(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that replays `function` as a CUDA graph. Its time is that of the kernels, without the host's share."""
+    """A function that replays `function` as a CUDA graph, so that its time is the kernels' time alone."""
     import torch
 
     side = torch.cuda.Stream()
@@ -104,7 +104,7 @@ def captured(function: Callable[[], Any]) -> Callable[[], Any]:
 
 
 def host_seconds(function: Callable[[], Any], *, calls: int = 200, settle: Callable[[], Any] | None = None) -> float:
-    """The host's median time of a call, if the device never makes the host wait. `settle` waits for the device.
+    """The median time that the host spends on a call. `settle` waits for the device, so that its queue never fills.
 
     The first calls are not counted. A slow function is called less often: no call begins after `LONGEST` seconds.
     """
@@ -138,7 +138,7 @@ def _rounds(
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     order, chance = list(candidates), random.Random(0)
     for _ in range(rounds):
-        chance.shuffle(order)  # the previous candidate decides what a candidate finds in the caches
+        chance.shuffle(order)  # A candidate finds the caches as the previous candidate left them.
         for name in order:
             samples[name].append(measure(candidates[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}

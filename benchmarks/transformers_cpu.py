@@ -2,10 +2,10 @@
 
     python -m benchmarks.transformers_cpu [--modes prompts,decode] [--dtypes float32] [--rounds 5] [--save]
 
-The models have random weights and four layers, small enough that attention counts at these lengths. All runs of a mode
-are in one process and take turns, round after round. Results are compared with those of the last attention of the mode.
-A peak is the rise of the process's memory during a run (VmHWM, which Linux can reset). With --save the table goes to
-docs/transformers.md.
+The models have random weights and four small layers, so that attention takes a large share of the time at these
+lengths. All runs of a mode are in one process. In each round, every attention runs once. Results are compared with
+those of the mode's last attention. A peak is the rise of the process's memory during a run (VmHWM, which Linux can
+reset). With --save the table goes to docs/transformers.md.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A way to use a model, the attentions that it is timed with, and the function that makes a run."""
+    """A way to use a model: the attentions with which it is timed, and the function that makes a run."""
 
     name: str
     what: str
@@ -107,7 +107,7 @@ class Clock:
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Do nothing; a streamer must have this method."""
+        """Do nothing. A streamer must have this method."""
 
 
 def _prompts() -> list[list[int]]:
@@ -143,7 +143,7 @@ def decode(model: Any) -> Run:
 
 
 def batched(model: Any) -> Run:
-    """Generate by continuous batching for twice as many prompts, in mixed steps of up to 512 tokens."""
+    """Generate by continuous batching for two batches of prompts, in mixed steps of up to 512 tokens."""
     config = transformers.GenerationConfig(
         max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1, pad_token_id=PAD
     )
@@ -154,12 +154,12 @@ def batched(model: Any) -> Run:
     inputs = _prompts() + [prompt[::-1] for prompt in _prompts()]
     with Peak() as peak:
         begin = time.perf_counter()
-        found = model.generate_batch(
+        outputs = model.generate_batch(
             inputs, generation_config=config, continuous_batching_config=cache, warmup=False, progress_bar=False
         )
         seconds = time.perf_counter() - begin
-    rows = sorted(found, key=lambda name: int(name.rpartition("_")[2]))
-    tokens = torch.tensor([found[row].generated_tokens for row in rows])
+    rows = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
+    tokens = torch.tensor([outputs[row].generated_tokens for row in rows])
     return Run(seconds, tokens.numel() + sum(map(len, inputs)), peak.bytes, tokens)
 
 
@@ -179,7 +179,7 @@ def packed(model: Any) -> Run:
 
 
 OWN = ("sdpa", "eager")
-PAGED = ("sdpa", "paged|eager")  # both compute over pages
+PAGED = ("sdpa", "paged|eager")  # both attentions compute over pages in `generate_batch`
 MODES = (
     Mode("prompts", f"prompts of {', '.join(map(str, LENGTHS))} tokens, padded", (OURS, *OWN), prompts, grouped),
     Mode("decode", f"{NEW_TOKENS} new tokens for each prompt", (OURS, *OWN), decode, grouped),
@@ -214,16 +214,16 @@ def _status(name: str) -> int:
 
 
 def measured(mode: Mode, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
-    """A mode's tokens per second and peaks for each attention, with ratios of time and the agreement of results."""
+    """The results of a mode by attention: tokens per second, peak of memory, ratio of time, agreement."""
     model = mode.model(dtype)
     models: dict[str, Any] = dict.fromkeys(mode.attentions, model)
     if ABSORBED in models:
         models[ABSORBED] = ragged.absorb_mla(copy.deepcopy(model))
     runs: dict[str, list[Run]] = {name: [] for name in models}
     for _ in range(1 + rounds):
-        for name, each in models.items():
-            each.set_attn_implementation(ragged.NAME if name in (OURS, ABSORBED) else name)
-            runs[name].append(mode.run(each))
+        for name, variant in models.items():
+            variant.set_attn_implementation(ragged.NAME if name in (OURS, ABSORBED) else name)
+            runs[name].append(mode.run(variant))
     reference = runs[mode.attentions[-1]][0].result
     timings = {name: Timing(tuple(run.seconds for run in found[1:])) for name, found in runs.items()}
     return {
@@ -238,7 +238,7 @@ def measured(mode: Mode, dtype: torch.dtype, rounds: int) -> dict[str, Any]:
 
 
 def _agreement(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """The share of equal tokens, or the difference of a loss."""
+    """The share of equal tokens. For a loss, the difference from the reference."""
     if result.dtype.is_floating_point:
         return float((result - reference).abs().max())
     return float((result == reference).float().mean())
@@ -285,7 +285,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return 0, or 1 if our result in float32 differs from that of transformers' own attention."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--modes", default="", help="names of modes, or their beginnings (default: all)")
+    parser.add_argument(
+        "--modes", default="", help="names of modes, or how they begin, separated by commas (default: all)"
+    )
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())

@@ -1,15 +1,15 @@
-"""vLLM's Triton kernels for MiniMax M3 and for Qwen4's sparse attention, and ours in their place, on the same caches.
+"""Compares vLLM's Triton kernels for sparse attention in MiniMax M3 and Qwen4 with ours on the same caches.
 
     python -m benchmarks.vllm_blocks [--only WORDS]
 
 Run it in the environment of `benchmarks.vllm_check`. A case is a step: vLLM's `CommonAttentionMetadata` is passed to
-vLLM's metadata builders and to ours, caches hold NaN wherever nothing is stored, and Triton's interpreter runs vLLM's
-kernels. For each token, the scores of the entries that ours selects are compared with the scores of those that vLLM's
-kernel selects, in float64. Each side's attention reads its own side's selection, and is compared with float64 attention
-to that selection.
+vLLM's metadata builders and to ours, caches are NaN wherever nothing is stored, and Triton's interpreter runs vLLM's
+kernels. For each token, the entries that our kernel selects are compared with the entries that vLLM's kernel selects,
+by their scores in float64. Each side's attention reads the selection of its own side, and is compared with float64
+attention to that selection.
 
-The lengths and shapes are those of vLLM's tests of these kernels, plus some for steps with prompts and decodes. The
-top-k of groups is an operator of vLLM for GPUs; here torch's top-k replaces it.
+The lengths and shapes are those of vLLM's tests of these kernels, and some more for steps with prompts and decodes.
+vLLM selects the top-k of groups with an operator for GPUs, which torch's top-k replaces here.
 """
 
 import argparse
@@ -28,17 +28,17 @@ from rich.table import Table
 
 from benchmarks import vllm_m3, vllm_masks
 
-# SELECTED bounds the relative gap between the scores that the two sides select, each of which sums in float32. ATTENDED
-# bounds the cosine difference of results, which are rounded to bfloat16.
+# SELECTED bounds the relative gap between the scores that the two sides select, since both sides sum scores in float32.
+# ATTENDED bounds the cosine difference of results, since both sides round results to bfloat16.
 SELECTED, ATTENDED = 1e-5, 5e-6
-BLOCK = PAGE = 128  # of MiniMax M3
-RATIO, GROUPS, TOKEN_PAGE = 4, 512, 64  # of Qwen4: tokens per group, groups per list, tokens per page
-SCALES = (0.5, 2.0)  # of 8-bit keys and values
+BLOCK = PAGE = 128  # keys per block and per page of MiniMax M3
+RATIO, GROUPS, TOKEN_PAGE = 4, 512, 64  # tokens per group, groups per list and tokens per page of Qwen4
+SCALES = (0.5, 2.0)  # the scales of 8-bit keys and values
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of requests, each (queries, keys)."""
+    """A step. `lens` are the numbers of queries and keys of each request."""
 
     group: str
     lens: Sequence[tuple[int, int]]
@@ -87,7 +87,7 @@ def cases() -> Iterator[Case]:
 
 
 class Step:
-    """The queries and caches of a case in vLLM's layout, and float64 attention to given positions."""
+    """The queries and caches of a case in vLLM's layout. A method computes attention to given positions in float64."""
 
     def __init__(self, case: Case, page: int) -> None:
         import torch
@@ -124,7 +124,7 @@ class Step:
         )  # fmt: skip
 
     def index_keys(self, counts: Sequence[int], page: int) -> Any:
-        """A cache [blocks, page, D] with `counts` index keys of the requests, stored through their tables."""
+        """A cache [blocks, page, D] of index keys. Request i has `counts[i]` keys, in the pages of its block table."""
         import torch
 
         keys = torch.full((self.cache.shape[0], page, self.case.index_size), torch.nan).to(self.index_q.dtype)
@@ -152,7 +152,7 @@ class Step:
         )  # fmt: skip
 
     def built(self, builder: type, spec: Any, name: str) -> Any:
-        """The metadata from a builder of vLLM's or ours."""
+        """The metadata from one of vLLM's or our builders."""
         import torch
 
         made = builder(spec, [name], self.config, torch.device("cpu"))
@@ -161,7 +161,7 @@ class Step:
         return made.build(0, self.common())
 
     def attention(self, row: int, token: int, head: int, at: Any) -> Any:
-        """The results [heads, D] of one token and KV head, over the positions `at` of its request, in float64."""
+        """The results [heads, D] of one token and KV head in float64, over the positions `at` of its request `row`."""
         import torch
 
         group = self.case.heads[0] // self.case.heads[1]
@@ -174,7 +174,10 @@ class Step:
 
 
 def gap(ours: Any, theirs: Any, scores: Any) -> float:
-    """The largest relative gap between the scores of two selections. It is infinite if their sizes differ."""
+    """The largest relative gap between the scores of two selections.
+
+    It is infinite if the selections differ in size, or if ours repeats an entry.
+    """
     ours, theirs = (x[x >= 0].long() for x in (ours, theirs))
     if len(ours) != len(theirs) or len(ours.unique()) != len(ours):
         return float("inf")
@@ -320,7 +323,7 @@ def of_qsa(case: Case) -> tuple[float, float, float, float]:
 def top_k_of_torch(
     logits: Any, visible_blocks: Any, token_topk: int, compress_ratio: int, block_indices: Any, workspace: Any
 ) -> None:
-    """The top-k of the visible scores of each row, by torch. It replaces an operator for GPUs."""
+    """Write the top-k of the visible scores of each row, found by torch. It replaces vLLM's operator for GPUs."""
     import torch
 
     column = torch.arange(logits.shape[1])
@@ -331,14 +334,17 @@ def top_k_of_torch(
 
 
 def differences(results: dict[str, Any], rules: dict[str, Any], rows: list[int]) -> tuple[float, float, float]:
-    """The cosine differences between ours and the rule, vLLM's and the rule, and ours and vLLM's."""
+    """The cosine differences (our results to the rule, vLLM's results to the rule, our results to vLLM's).
+
+    A rule is float64 attention to the selection of the same side.
+    """
     ours, theirs = results["ours"][rows], results["theirs"][rows]
     difference = vllm_masks.cosine_difference
     return difference(ours, rules["ours"][rows]), difference(theirs, rules["theirs"][rows]), difference(ours, theirs)
 
 
 def prepare() -> None:
-    """Set up Triton's interpreter, no images, one rank, and one of the tiles that vLLM's top-k tries on GPUs."""
+    """Set up vLLM: Triton's interpreter, no images, one rank, and one of the tiles that vLLM's top-k tries on GPUs."""
     vllm_masks.use_interpreter()
     sys.modules[vllm_m3.PROCESSORS] = vllm_m3.without_images()
     kernels: Any = importlib.import_module("vllm.models.minimax_m3.common.ops.index_topk")
@@ -346,14 +352,14 @@ def prepare() -> None:
         tuned: Any = vars(kernels)[name]
         while not hasattr(tuned, "configs"):
             tuned = tuned.fn
-        tuned.configs = [each for each in tuned.configs if each.kwargs["BLOCK_SIZE_K"] == tile]
+        tuned.configs = [config for config in tuned.configs if config.kwargs["BLOCK_SIZE_K"] == tile]
     indexer: Any = importlib.import_module("vllm.models.minimax_m3.common.indexer")
     indexer.get_tensor_model_parallel_world_size = lambda: 1
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="part of the name of a group of cases")
+    parser.add_argument("--only", default="", help="only groups of cases whose name contains this")
     options = parser.parse_args(arguments)
     prepare()
     found: dict[str, list[Any]] = {}

@@ -1,17 +1,17 @@
-"""End-to-end checks in vLLM's engine: small random models must give the same tokens with our backend and another.
+"""End-to-end checks in vLLM's engine: a small random model must give the same tokens with our backend and another one.
 
-vLLM's CPU backend has no caches with scales per token and head, so the other side of those models is vLLM's Triton
-backend in Triton's interpreter. vLLM does not serve sparse models on a CPU. They are compared with transformers' own
-model instead, with the indexer's queries and keys rounded to 8 bits as vLLM stores them, since the rounding decides
-which keys are selected. Models whose masks vLLM's own CPU backend lacks are also compared with transformers: images
-whose tokens see one another, small chunks, and prompts that stay in view.
+The other side is usually vLLM's own CPU backend. It has no caches with scales per token and head, so models with such
+caches are compared with vLLM's Triton backend in Triton's interpreter. vLLM does not serve sparse models on a CPU. They
+are compared with transformers' own model instead. Its indexer's queries and keys are rounded to 8 bits as vLLM stores
+them, since the rounding decides which keys are selected. vLLM's CPU backend also lacks some masks: images whose tokens
+see one another, small chunks, and prompts that stay in view. Models with such masks are compared with transformers too.
 
     python -m benchmarks.vllm_check [--models "llama;gemma2"] [--limit SECONDS]
 
-Run it in an environment of its own, with vLLM for CPUs and this package; docs/vllm.md explains how to make one. Each
-model is a checkpoint with random weights: a few layers with the features that matter, such as grouped heads, windows,
-soft caps, sinks and latents. Each is served twice, each time in its own process, with prompts of several lengths that
-do not fit into one step, so that batches mix chunks of prompts and decodes. Encoders embed the prompts, and an
+Run it in a separate environment with vLLM for CPUs and this package. docs/vllm.md explains how to make one. Each model
+is a checkpoint with random weights: a few layers with the features that matter, such as grouped heads, windows, soft
+caps, sinks and latents. Each model is served twice, in two processes. The prompts have several lengths and do not fit
+into one step, so that batches mix chunks of prompts and decodes. Encoders embed the prompts, and an
 encoder-decoder model transcribes random sounds. The exit code is 1 if a run fails or a token differs. In bfloat16, with
 8-bit caches and for embeddings, it is 1 if the mean difference of the numbers exceeds a bound.
 """
@@ -65,33 +65,37 @@ class Model:
     architecture: str
     settings: dict[str, Any]
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
-    # if set, tokens may differ, and this bounds the mean difference of the prompts' log-probabilities
+    # If set, tokens may differ, and `gap` bounds the mean difference of the prompts' log-probabilities.
     gap: float | None = None
     task: str = "generate"  # also "embed", "transcribe" or "look"
-    toward_zero: bool = False  # round keys and values toward zero to e4m3 before ours writes them
-    # ours has an nvfp4 cache; vLLM has a cache without scales, and stores keys and values rounded to nvfp4
+    toward_zero: bool = False  # round keys and values toward zero to e4m3 before our backend writes them
+    # Our side has an nvfp4 cache. vLLM's has a cache without scales, with keys and values that are rounded to nvfp4.
     is_nvfp4: bool = False
-    # The other side: vLLM, or its Triton backend, or transformers if vLLM cannot serve the model without ours.
+    # The other side: vLLM's CPU backend, its Triton backend, or transformers if vLLM needs our backend for the model.
     against: str = "vllm"
-    # The mask of layers with windows, if the other model has no such mask: a function of the positions of queries and
-    # of keys and the length of the prompt.
+    # The mask of layers with windows, if the other side's model has no such mask. It is a function of the positions of
+    # queries, the positions of keys, and the length of the prompt.
     sees: Callable[[Any, Any, int], Any] | None = None
     lengths: tuple[int, ...] = PROMPT_LENGTHS
 
 
-# For models that vLLM runs only with a tokenizer, with whole prompts in a step, and without a prefix cache.
+# Engine settings for models that vLLM runs only with a tokenizer, with whole prompts in a step, and without a prefix
+# cache.
 _WHOLE = {"skip_tokenizer_init": False, "max_num_batched_tokens": 256, "enable_prefix_caching": False}
 _LOOKING = {"skip_tokenizer_init": False, "max_num_batched_tokens": 96, "max_model_len": 320}
 _V4, _M3 = "DeepseekV4Config", "MiniMaxM3VLTextConfig"
-_RENAMED: dict[str, Any] = {_V4: vllm_v4, _M3: vllm_m3}  # models whose checkpoints have other names in vLLM
+_RENAMED: dict[str, Any] = {
+    _V4: vllm_v4,
+    _M3: vllm_m3,
+}  # models whose parameters have other names in vLLM's checkpoints
 _LLAMA = Model("LlamaConfig", "LlamaForCausalLM", {})
 _WINDOW = {"sliding_window": 16}
 MODELS = {
     "llama": _LLAMA,
     "llama, pages of 128": dataclasses.replace(_LLAMA, engine={"block_size": 128}),
-    # Roundings of 2^-9 decide between likely tokens, and after the first different token all the others differ.
+    # Roundings of 2^-9 decide between likely tokens, and after the first different token all later tokens differ.
     "llama, bfloat16": dataclasses.replace(_LLAMA, engine={"dtype": "bfloat16"}, gap=0.01),
-    # vLLM's CPU operator rounds to e4m3 toward zero and ours to nearest, so ours gets values that are rounded already.
+    # vLLM's CPU operator rounds to e4m3 toward zero, and ours to nearest. So ours gets values that are already rounded.
     "llama, fp8 cache": dataclasses.replace(_LLAMA, engine={"kv_cache_dtype": "fp8_e4m3"}, toward_zero=True),
     **{
         f"llama, {name}": dataclasses.replace(
@@ -202,7 +206,7 @@ MODELS = {
         {"block_size": 16},
         against=REFERENCE,
     ),
-    # A Gemma 3 without images. Its windows are two chunks: the query's chunk and the one before.
+    # A Gemma 3 without images. A query sees two chunks: its own chunk and the previous one.
     "rnj1 (chunks with lookback)": Model(
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
@@ -220,7 +224,8 @@ MODELS = {
         against=REFERENCE,
         sees=lambda q, k, prompt: q // 8 - k // 8 <= 1,
     ),
-    # vLLM loads it as a DeepSeek without latents and experts. The text model of Unlimited-OCR is one with experts.
+    # vLLM loads this Llama as a DeepSeek without latents and experts. Unlimited-OCR's text model, whose prompts stay in
+    # view, is such a DeepSeek with experts.
     "llama (prompts that stay in view)": Model(
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -238,8 +243,8 @@ MODELS = {
         against=REFERENCE,
         sees=lambda q, k, prompt: (k < prompt) | (q - k < 8),
     ),
-    # vLLM's Gemma 3 treats an image with more tokens than the window as text; its own CPU backend treats every image
-    # so.
+    # vLLM's Gemma 3 treats an image with more tokens than the window as text. vLLM's own CPU backend treats every image
+    # as text.
     "gemma3 (images)": Model(
         "Gemma3Config",
         "Gemma3ForConditionalGeneration",
@@ -291,7 +296,8 @@ MODELS = {
     ),
 }
 _SPARSE = MODELS["deepseek_v3"].settings | {
-    # vLLM reads these from real checkpoints. transformers does not write them, since its model always does so.
+    # vLLM reads these two settings from real checkpoints. transformers does not write them, since its model has only
+    # these values.
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
     "index_topk": 16,
@@ -303,12 +309,12 @@ _SPARSE = MODELS["deepseek_v3"].settings | {
 _DEEPSEEK_V32 = Model("DeepseekV32Config", "DeepseekV32ForCausalLM", _SPARSE, against=REFERENCE)
 _GLM = dataclasses.replace(
     _DEEPSEEK_V32, config="GlmMoeDsaConfig", architecture="GlmMoeDsaForCausalLM",
-    # vLLM reads which layers have an indexer, and how it rotates, from names that transformers does not write.
+    # vLLM reads which layers have an indexer, and how the indexer rotates, from names that transformers does not write.
     settings=_SPARSE | {"index_topk_pattern": "FSF", "indexer_rope_interleave": True},
 )  # fmt: skip
 MODELS |= {
     "deepseek_v32, top 16": _DEEPSEEK_V32,
-    # More keys than any context has, which must give the same tokens as dense attention.
+    # The top-k is larger than any context, so the tokens must be those of dense attention.
     "deepseek_v32, top 2048": dataclasses.replace(_DEEPSEEK_V32, settings=_SPARSE | {"index_topk": 2048}),
     "glm_moe_dsa, top 16": _GLM,
     # float16 is the most exact dtype that vLLM's operators support. Rounding to it moves some keys to the next 8-bit
@@ -334,11 +340,18 @@ MODELS |= {
             "moe_intermediate_size": 64,
             "max_position_embeddings": 4096,
         },
-        # not eager, so that vLLM announces to kernels what to compile
+        # not eager, so that vLLM tells kernels in advance what to compile
         {"dtype": "float16", "max_model_len": 2304, "max_num_batched_tokens": 128, "enforce_eager": False},
         gap=0.1,
         against=REFERENCE,
-        lengths=(3, 17, 140, 33, 1, 2200),  # the longest prompt gives 550 entries of four tokens to select from
+        lengths=(
+            3,
+            17,
+            140,
+            33,
+            1,
+            2200,
+        ),  # the longest prompt has 550 entries of four tokens, of which 512 are selected
     ),
 }
 MODELS |= {
@@ -374,7 +387,7 @@ MODELS |= {
 
 
 def save_checkpoint(model: Model, folder: Path) -> None:
-    """Save a model with random weights, larger than in transformers, so that attention is not nearly uniform."""
+    """Save a model with random weights, which are large enough that attention is not nearly uniform."""
     import torch
     import transformers
 
@@ -389,7 +402,9 @@ def save_checkpoint(model: Model, folder: Path) -> None:
         if name.endswith("sinks"):
             torch.nn.init.normal_(parameter)
         elif name.endswith("embed_tokens.weight") and config.tie_word_embeddings:
-            torch.nn.init.normal_(parameter, std=0.02)  # otherwise the last token itself is always the likeliest
+            torch.nn.init.normal_(
+                parameter, std=0.02
+            )  # with larger weights, the last token itself is always the likeliest
         elif name.endswith("mm_input_projection_weight"):
             torch.nn.init.normal_(parameter, std=0.2)  # with transformers' weights all images would be the same
     if model.config in _RENAMED:
@@ -406,7 +421,7 @@ def save_checkpoint(model: Model, folder: Path) -> None:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Save a tokenizer that knows numbers, which vLLM requires. Prompts are token ids."""
+    """Save a tokenizer whose words are numbers. vLLM requires a tokenizer, although prompts are token ids."""
     import tokenizers
     import transformers
 
@@ -417,7 +432,7 @@ def save_tokenizer(folder: Path) -> None:
 
 
 def save_processor(folder: Path) -> None:
-    """Save a tokenizer as Whisper's, and an extractor that turns one second of sound into 50 positions."""
+    """Save a tokenizer of Whisper's type, and an extractor that converts one second of sound to 50 positions."""
     import transformers
 
     (folder / "vocab.json").write_text(json.dumps({str(i): i for i in range(VOCABULARY)}))
@@ -428,7 +443,7 @@ def save_processor(folder: Path) -> None:
 
 
 def prompts(model: Model) -> list[list[int]]:
-    """Token ids from a small congruential generator, the same in every process."""
+    """Random token ids. A small congruential generator makes them equal in every process."""
     state, lists = 1, []
     for length in model.lengths:
         tokens = []
@@ -448,7 +463,7 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
         ours.register(cpu=True)
         if model.toward_zero:
             round_toward_zero()
-        if "lookback" in name:  # vLLM accepts only this name
+        if "lookback" in name:  # vLLM requires this name for chunks with lookback
             ours.RaggedAttentionBackend.NAME = "TRITON_ATTN"
     elif model.is_nvfp4:
         round_to_nvfp4()
@@ -499,7 +514,7 @@ def serve(folder: Path, backend: str, name: str) -> dict[str, Any]:
 
 
 def implementation(layer: Any) -> list[str]:
-    """The class of a layer's attention backend, or the module of the layer's own attention (DeepSeek-V4)."""
+    """The class of a layer's attention implementation, or the module of DeepSeek-V4's layer, which has none."""
     if hasattr(layer, "impl"):
         return [type(layer.impl).__name__]
     if hasattr(layer, "forward_mqa"):
@@ -508,13 +523,13 @@ def implementation(layer: Any) -> list[str]:
 
 
 def generated(vllm: Any, llm: Any, requests: list[dict[str, Any]], never: Iterable[int] = ()) -> dict[str, Any]:
-    """The tokens after the prompts, without the tokens `never`, and the prompts' log-probabilities."""
+    """The generated tokens, which never include those of `never`, and the prompts' log-probabilities."""
     settings = {
         "temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False,
         "logit_bias": dict.fromkeys(never, NEVER) or None,
     }  # fmt: skip
     outputs = llm.generate(requests, vllm.SamplingParams(logprobs=1, prompt_logprobs=1, **settings), use_tqdm=False)
-    # The same requests again, without prompt_logprobs, which would keep vLLM from using its prefix cache.
+    # The same requests run again without prompt_logprobs, with which vLLM would not use its prefix cache.
     repeated = llm.generate(requests, vllm.SamplingParams(**settings), use_tqdm=False)
     return {
         "repeated": [list(output.outputs[0].token_ids) for output in repeated],
@@ -530,7 +545,7 @@ def generated(vllm: Any, llm: Any, requests: list[dict[str, Any]], never: Iterab
 
 
 def embedded(vllm: Any, llm: Any, token_lists: list[list[int]]) -> dict[str, Any]:
-    """The prompts' embeddings, in the place of log-probabilities. There are no tokens."""
+    """The prompts' embeddings, under the key "logprobs". There are no tokens."""
     outputs = llm.embed([{"prompt_token_ids": tokens} for tokens in token_lists], use_tqdm=False)
     return {"tokens": [], "logprobs": [number for output in outputs for number in output.outputs.embedding]}
 
@@ -562,7 +577,7 @@ def transcribed(vllm: Any, llm: Any, token_lists: list[list[int]]) -> dict[str, 
 
 
 def round_toward_zero() -> None:
-    """Make our cache write get keys and values rounded to e4m3 in the way of vLLM's CPU operator, toward zero."""
+    """Round keys and values to e4m3 before our cache write: toward zero, as vLLM's CPU operator does."""
     import torch
 
     attention: Any = importlib.import_module("ragged_attention.integrations._vllm_attention")
@@ -576,7 +591,7 @@ def round_toward_zero() -> None:
 
 
 def round_to_nvfp4() -> None:
-    """Make vLLM's CPU backend store keys and values rounded to nvfp4 in the way of FlashInfer's append."""
+    """Make vLLM's CPU backend store keys and values that are rounded to nvfp4, as FlashInfer's append rounds them."""
     import torch
 
     from ragged_attention.compat import flashinfer
@@ -647,7 +662,7 @@ def transform(folder: Path, model: Model) -> dict[str, Any]:
 
 
 def masks(model: Model, length: int, prompt: int) -> Any:
-    """The additive masks of layers: by the model's own rule, and causal ones if it has layers of both types."""
+    """The additive mask of `model.sees`. For a model with layer types, a dict of this mask and the causal mask."""
     import torch
 
     assert model.sees is not None
@@ -665,7 +680,7 @@ def masks(model: Model, length: int, prompt: int) -> Any:
 def quantised_indexer(
     indexer: Any, hidden_states: Any, q_resid: Any, position_embeddings: Any, *others: Any, **named: Any
 ) -> Any:
-    """Replaces the selection of transformers' indexer: queries and keys are in 8 bits, as in vLLM."""
+    """Replace the selection of transformers' indexer. Queries and keys are rounded to 8 bits, as in vLLM."""
     import torch
 
     home: Any = importlib.import_module(type(indexer).__module__)
@@ -673,8 +688,8 @@ def quantised_indexer(
     rotary = indexer.qk_rope_head_dim
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-    turned = rotate(q[..., :rotary], k[..., :rotary], *position_embeddings, unsqueeze_dim=2)
-    q, k = (torch.cat((head, x[..., rotary:]), -1).float() for head, x in zip(turned, (q, k), strict=True))
+    rotated = rotate(q[..., :rotary], k[..., :rotary], *position_embeddings, unsqueeze_dim=2)
+    q, k = (torch.cat((head, x[..., rotary:]), -1).float() for head, x in zip(rotated, (q, k), strict=True))
 
     def rounded(x: Any) -> Any:
         scale = torch.exp2(torch.ceil(torch.log2(x.abs().amax(-1, keepdim=True) / 448)))
@@ -689,7 +704,7 @@ def quantised_indexer(
 
 
 def in_a_process(folder: Path, name: str, backend: str, limit: int) -> dict[str, Any]:
-    """The result of `serve` in a process of its own, since a registration lasts as long as its process."""
+    """The result of `serve` or `transform` in a new process, since registrations last as long as a process."""
     command = [sys.executable, "-m", "benchmarks.vllm_check", "--serve", str(folder), backend, name]
     environment = os.environ | {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -710,7 +725,7 @@ def in_a_process(folder: Path, name: str, backend: str, limit: int) -> dict[str,
 
 
 def reason(text: str) -> str:
-    """The last line that names an error, or "no answer"."""
+    """The last line of `text` that names an error, or "no answer"."""
     lines = [line.strip() for line in text.splitlines() if "Error" in line or "Unsupported" in line]
     return lines[-1] if lines else "no answer"
 
@@ -740,7 +755,7 @@ def verdict(theirs: dict[str, Any], ours: dict[str, Any], allowed: float | None)
 
 
 def check(names: list[str], limit: int, logs: Path | None) -> int:
-    """Serve each model with ours and with the other side, and print the table. Returns 1 if anything differs."""
+    """Serve each model with our backend and with the other side, and print the table. Returns 1 if anything differs."""
     console = Console(width=None if sys.stdout.isatty() else 160)
     table = Table(
         "model", "equal tokens", "different", "gap of logprobs, mean / max", "cached", "other", "ours", "seconds", ""

@@ -1,18 +1,18 @@
-"""Quantised caches: our writers' bytes beside those of vLLM's and FlashInfer's writers, and attention over them.
+"""Compares our writers of quantised caches with vLLM's and FlashInfer's, and attention over these caches.
 
     python -m benchmarks.vllm_formats [--only WORDS] [--flashinfer FOLDER] [--backend NAME] [--record FILE]
 
 Run it in the environment of `benchmarks.vllm_check`. For the formats with a scale per token and head, a layer of vLLM's
-Triton backend and one of ours write the same rows into caches with the same garbage. The whole caches are then
-compared. Triton's interpreter runs vLLM's kernels. Both layers attend over the cache that vLLM's layer has written, and
-are compared with attention in float64. Ours finds NaN in every place without a row. vLLM stores int4 rows after a
-rotation, whose sums it adds in another order than ours, so that a few float32 rows are rounded to another code. Without
-rotation the bytes are equal.
+Triton backend and our layer write the same rows into caches with the same garbage. The whole caches are then compared.
+Triton's interpreter runs vLLM's kernels. Both layers attend over the cache that vLLM's layer has written, and are
+compared with attention in float64. For our layer, every place without a row is NaN. vLLM rotates int4 rows before it
+stores them. The sums of its rotation have another order than ours, so a few float32 rows are rounded to another code.
+Without rotation the bytes are equal.
 
-For the other formats, the writers are ours (`write_kv_pages`) and the following. For mxfp8 and mxfp4 they are vLLM's
-functions for weights and activations. For nvfp4 it is FlashInfer's function for a block, compiled for the CPU from the
-header `page.cuh` in FOLDER (by default that of the installed package). It is compiled with IEEE divisions, while
-FlashInfer allows its own compiler approximate ones.
+For the other formats, only writers are compared: our `write_kv_pages` with vLLM's or FlashInfer's. For mxfp8 and mxfp4,
+vLLM's writers are its functions for weights and activations. For nvfp4, FlashInfer's writer is its function for a
+block, compiled for the CPU from the header `page.cuh` in FOLDER (by default that of the installed package). It is
+compiled with IEEE divisions. FlashInfer itself allows its compiler to use approximate divisions.
 
 `--record` writes small rows and their bytes to FILE, for tests without vLLM.
 """
@@ -48,7 +48,7 @@ RECORDED_COLUMNS = 32
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step over one of vLLM's caches with a scale per token and head."""
+    """A step over a cache in a format with a scale per token and head."""
 
     cache: str
     dtype: str
@@ -106,7 +106,7 @@ class Step:
         return cache if self.case.layout == "LBHNC" else cache.transpose(1, 2)
 
     def options(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The constructor arguments of both implementations."""
+        """The constructor arguments, which vLLM's and our implementation share."""
         case = self.case
         positional = (case.heads[0], case.size, case.size**-0.5, case.heads[1], None, case.window, case.cache)
         return positional, {"logits_soft_cap": case.soft_cap, "sinks": self.sinks}
@@ -114,7 +114,7 @@ class Step:
     def metadata(self, is_split: bool) -> Any:
         """The step's metadata for vLLM's implementation.
 
-        With `is_split` it divides the keys of decodes among 16 programs.
+        With `is_split`, the implementation divides the keys of decodes among 16 programs.
         """
         import torch
 
@@ -147,7 +147,7 @@ class Step:
             queries = turned_back(int4_module().single_rht(self.q.float()).to(self.dtype).double())
         group = case.heads[0] // case.heads[1]
         for row, (q_len, kv_len) in enumerate(LENS):
-            k, v = (each[begin : begin + kv_len].repeat_interleave(group, 1) for each in (keys, values))
+            k, v = (array[begin : begin + kv_len].repeat_interleave(group, 1) for array in (keys, values))
             logits = torch.einsum("qhd,khd->hqk", queries[self.edges[row] : self.edges[row + 1]], k) * case.size**-0.5
             if case.soft_cap is not None:
                 logits = case.soft_cap * torch.tanh(logits / case.soft_cap)
@@ -166,7 +166,7 @@ class Step:
 def rows(*shape: int) -> Any:
     """Rows that look like keys.
 
-    Some columns are much larger than the others, and some rows hold zeros or few distinct numbers.
+    Some columns are much larger than others, and some rows are zeros or have few distinct numbers.
     """
     import torch
 
@@ -182,9 +182,10 @@ def rows(*shape: int) -> Any:
 
 
 def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, float]:
-    """The share of bytes that differ, then the largest cosine differences.
+    """The share of bytes that differ, then three largest cosine differences.
 
-    The differences are between ours and the rule, vLLM's and the rule, and ours and vLLM's.
+    They are the differences between our result and the rule (attention in float64), between vLLM's result and the rule,
+    and between our result and vLLM's.
     """
     import torch
 
@@ -206,7 +207,7 @@ def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, flo
     theirs, ours = step.cache_of(content, spec.dtype), None
     positional, named = step.options()
     their_impl = triton.TritonAttentionImpl(*positional, **named)
-    keys, values = their_impl._pth_key_value_caches(theirs)  # this call also fills its scales
+    keys, values = their_impl._pth_key_value_caches(theirs)  # this call also sets `_k_scale_cache` and `_v_scale_cache`
     ours = theirs.clone()
     their_impl.do_kv_cache_update(step.layer, step.k, step.v, theirs, step.slots)
     our_impl: Any = RaggedAttentionBackend.get_impl_cls()(*positional, **named)
@@ -228,7 +229,7 @@ def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, flo
     held = torch.zeros(BLOCKS * PAGE, dtype=torch.bool)
     held[step.slots] = True
     poisoned = theirs.clone()
-    poisoned.transpose(1, 2).view(torch.uint8)[~held.view(BLOCKS, PAGE)] = 255  # a scale of such bytes is NaN
+    poisoned.transpose(1, 2).view(torch.uint8)[~held.view(BLOCKS, PAGE)] = 255  # as a scale, these bytes are NaN
     step.layer.impl = our_impl
     config.compilation_config.static_forward_context["layer"] = step.layer
     config.model_config = SimpleNamespace(is_mm_prefix_lm=False, rswa_window=None)
@@ -244,12 +245,12 @@ def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, flo
 
 
 def decoded(codes: Any, scales: Any, step: Step, case: Case) -> Any:
-    """The rows of all requests in float64, from vLLM's own views of a cache. int4 rows are rotated back."""
+    """The rows of all requests in float64, from vLLM's own views of codes and scales. int4 rows are rotated back."""
     import torch
 
     packed = case.cache.startswith("int4")
     width = case.size // 2 if packed else case.size
-    codes, scales = (each[step.slots // PAGE, step.slots % PAGE] for each in (codes[..., :width], scales))
+    codes, scales = (view[step.slots // PAGE, step.slots % PAGE] for view in (codes[..., :width], scales))
     if not packed:
         return codes.double() * scales.double()[..., None]
     bits = scales.contiguous().view(torch.int32)
@@ -263,7 +264,7 @@ def int4_module() -> Any:
 
 
 def turned_back(x: Any) -> Any:
-    """The rows before their rotation, by vLLM's own function."""
+    """The rows before their rotation, computed by vLLM's own function."""
     return int4_module().single_rht(x, inverse=True) / int4_module().largest_power_of_2_divisor(x.shape[-1])
 
 
@@ -271,7 +272,10 @@ def turned_back(x: Any) -> Any:
 
 
 def written(k: Any, kinds: Any, backend: str | None, k_scale: float | None) -> tuple[Any, Any]:
-    """The bytes that `write_kv_pages` stores for rows [N, K, D]. Codes and scales each have a `(dtype, width)`."""
+    """The bytes of codes and of scales that `write_kv_pages` stores for rows [N, K, D].
+
+    `kinds` are the (dtype, width) of codes, and of scales.
+    """
     import torch
 
     from ragged_attention.torch import write_kv_pages
@@ -285,14 +289,14 @@ def written(k: Any, kinds: Any, backend: str | None, k_scale: float | None) -> t
         k, k, (pages[0], pages[1]), torch.arange(len(k)), k_scale=k_scale, v_scale=k_scale, k_scale_pages=places[0],
         v_scale_pages=places[1], backend=backend,
     )  # fmt: skip
-    found = pages[0].view(torch.uint8), places[0].view(torch.uint8)
-    assert torch.equal(found[0], pages[1].view(torch.uint8))
-    assert torch.equal(found[1], places[1].view(torch.uint8))
-    return found[0].squeeze(1), found[1].squeeze(1)
+    codes, scales = pages[0].view(torch.uint8), places[0].view(torch.uint8)
+    assert torch.equal(codes, pages[1].view(torch.uint8))
+    assert torch.equal(scales, places[1].view(torch.uint8))
+    return codes.squeeze(1), scales.squeeze(1)
 
 
 def token_head(name: str) -> Callable[[Any], tuple[Any, Any]]:
-    """vLLM's writer of rows [N, K, D] in a format with a scale per token and head, without a rotation."""
+    """vLLM's writer of rows [N, K, D] in a format with a scale per token and head. It does not rotate the rows."""
     import torch
 
     writers: Any = importlib.import_module("vllm.v1.attention.ops.triton_reshape_and_cache_flash")
@@ -399,7 +403,11 @@ def nvfp4(header: Path, scale: float) -> Callable[[Any], tuple[Any, Any]]:
 
 
 def writers(header: Path | None) -> Iterator[tuple[str, Callable[[Any], tuple[Any, Any]], Any, float | None]]:
-    """Yield each writer: its name and function, the pages and scales for a row of D columns, and the tensor's scale."""
+    """Yield each writer as (name, function, kinds, scale).
+
+    `kinds` returns the (dtype, width) of codes and of scales for a row of D columns. `scale` is that of the whole
+    tensor, or None.
+    """
     import torch
 
     bytes_, e4m3, e8m0 = torch.uint8, torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -425,7 +433,7 @@ def writers(header: Path | None) -> Iterator[tuple[str, Callable[[Any], tuple[An
 
 
 def of_writers(header: Path | None, backend: str | None, only: str) -> Iterator[tuple[str, int, int]]:
-    """Yield each writer, the number of bytes that it stored, and the number of our bytes that differ."""
+    """Yield (name of a writer, number of bytes that it stored, number of our bytes that differ)."""
     import torch
 
     for name, write, kinds, scale in writers(header):
@@ -444,7 +452,7 @@ def of_writers(header: Path | None, backend: str | None, only: str) -> Iterator[
 
 
 def special_rows(heads: int, size: int) -> Any:
-    """Rows with one sign, with constants, with tiny numbers, and with ties."""
+    """Rows with one sign, with constants, with tiny or huge numbers, and with ties."""
     import torch
 
     x = torch.randn(8, heads, size)
@@ -456,7 +464,7 @@ def special_rows(heads: int, size: int) -> Any:
 
 
 def record(header: Path | None, path: Path) -> None:
-    """Rows in bfloat16 and the bytes that the writers store for them, as hexadecimal text."""
+    """Write bfloat16 rows, and the bytes that the writers store for them, to `path` as hexadecimal text."""
     import torch
 
     torch.manual_seed(1)
@@ -474,9 +482,9 @@ def record(header: Path | None, path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="part of the name of a format")
+    parser.add_argument("--only", default="", help="only formats whose name contains this")
     parser.add_argument("--flashinfer", type=Path, help="a folder with FlashInfer's header page.cuh")
-    parser.add_argument("--backend", help="ours, by name")
+    parser.add_argument("--backend", help="our backend; default: the default backend")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write rows and their bytes instead")
     options = parser.parse_args(arguments)
     vllm_masks.use_interpreter()

@@ -1,8 +1,8 @@
 """Images for `benchmarks.vllm_check`: processors, prompts with images, and configurations.
 
-The tokens of an image see one another, earlier and later ones (vLLM's `mm_prefix`). In a prompt for vLLM one token
-stands for an image, and vLLM's processor replaces it by the image's tokens. For transformers' model this module does
-so. Images are random, with the size that the model requires.
+All tokens of an image see one another, also later tokens (vLLM's `mm_prefix`). In a prompt for vLLM one token stands
+for an image, and vLLM's processor replaces it by the image's tokens. For transformers' model this module replaces it.
+Images are random, with the size that the model requires.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-# The special tokens are the last ones of the vocabulary.
+# The special tokens are at the end of the vocabulary.
 WORDS = 501
 SPECIAL = (
     "<sound>",
@@ -44,8 +44,8 @@ class Kind:
     size: tuple[int, int]  # (height, width) of an image
     tokens: int  # tokens per image
     prompt_token: int  # the token that stands for an image in a prompt for vLLM
-    around: tuple[tuple[int, ...], tuple[int, ...]]  # the tokens before and after those of the image
-    arrays: tuple[str, ...]  # the arrays of images that transformers' model takes
+    around: tuple[tuple[int, ...], tuple[int, ...]]  # the tokens before and after the tokens of the image
+    arrays: tuple[str, ...]  # the processor's arrays that transformers' model accepts
     types: str  # the model's argument that marks the image tokens
 
     @property
@@ -120,9 +120,9 @@ def save_tokenizer(folder: Path) -> None:
 def prepare_vllm(config: str) -> None:
     """Let vLLM load a model and its processor without torchvision, whose installed build may be for another torch.
 
-    The class of image processors that needs torchvision is replaced by the equivalent one that uses Pillow. vLLM gets
-    the class of the model, which it would otherwise inspect in a process of its own. Processors of videos and sounds
-    are only stubs.
+    The class of image processors that needs torchvision is replaced by the equivalent class that uses Pillow. The class
+    of the model is registered, since vLLM would otherwise inspect it in another process, without this change.
+    Processors of videos and sounds are only stubs.
     """
     kind, transformers = KINDS[config], importlib.import_module("transformers")
     pillow = pillow_processors(kind)
@@ -157,14 +157,14 @@ def image_processor(kind: Kind) -> Any:
 
 
 def images(kind: Kind, count: int) -> list[Any]:
-    """Random images, the same in every process."""
+    """`count` random images, equal in every process."""
     pillow: Any = importlib.import_module("PIL.Image")
     draw = np.random.default_rng(0)
     return [pillow.fromarray(draw.integers(0, 256, (*kind.size, 3), np.uint8)) for _ in range(count)]
 
 
 def parts_of(prompts: list[list[int]]) -> list[list[list[int]]]:
-    """Each prompt cut into parts, with an image between two parts. In turn, prompts have two images, one and none."""
+    """The parts of each prompt before, between and after its images. Prompts have two, one and no images in turn."""
     parts = []
     for i, prompt in enumerate(prompts):
         words = [3 + token % (WORDS - 3) for token in prompt]
@@ -175,9 +175,9 @@ def parts_of(prompts: list[list[int]]) -> list[list[list[int]]]:
 
 
 def with_images(kind: Kind, prompts: list[list[int]], image: list[int]) -> list[tuple[list[int], list[Any]]]:
-    """For each prompt, its tokens with `image` in the place of each image, and its images."""
+    """(tokens, images) of each prompt. The tokens `image` stand for an image."""
     parts = parts_of(prompts)
-    supply = iter(images(kind, sum(len(each) - 1 for each in parts)))
+    supply = iter(images(kind, sum(len(prompt) - 1 for prompt in parts)))
     requests = []
     for first, *others in parts:
         tokens = list(first)
@@ -188,7 +188,7 @@ def with_images(kind: Kind, prompts: list[list[int]], image: list[int]) -> list[
 
 
 def requests_for_vllm(config: str, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """The prompts in the form for vLLM."""
+    """The prompts as requests for vLLM."""
     kind, requests = KINDS[config], []
     for tokens, shown in with_images(kind, prompts, [kind.prompt_token]):
         request: dict[str, Any] = {"prompt_token_ids": tokens}
@@ -197,7 +197,7 @@ def requests_for_vllm(config: str, prompts: list[list[int]]) -> list[dict[str, A
 
 
 def expanded(config: str, prompts: list[list[int]]) -> list[tuple[list[int], dict[str, Any]]]:
-    """The prompts in the form for transformers' model: tokens, and the arrays of their images."""
+    """The prompts as inputs of transformers' model: (tokens, the arrays of their images)."""
     kind, requests = KINDS[config], []
     before, after = kind.around
     processor = image_processor(kind)

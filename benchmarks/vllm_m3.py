@@ -20,8 +20,8 @@ _NAMES = {
     ".mlp.experts.": ".block_sparse_moe.experts.",
 }
 PROCESSORS = "vllm.transformers_utils.processors.minimax_m3"
-# Names that vLLM's model imports from there, but uses only for images.
-_OF_IMAGES = (
+# Names that vLLM's model imports from PROCESSORS, but uses only for images.
+_IMAGE_NAMES = (
     "MIN_SHORT_SIDE_PIXEL", "MiniMaxM3VLImageProcessor", "MiniMaxM3VLVideoProcessor", "MiniMaxVLProcessor",
     "smart_resize",
 )  # fmt: skip
@@ -55,8 +55,8 @@ def save_original(folder: Path) -> None:
                 for part, half in zip(("w1", "w3"), both.chunk(2), strict=True):
                     weights[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = half.contiguous()
         elif name.endswith("experts.down_proj"):
-            for expert, one in enumerate(tensor):
-                weights[name.replace("down_proj", f"{expert}.w2.weight")] = one.contiguous()
+            for expert, weight in enumerate(tensor):
+                weights[name.replace("down_proj", f"{expert}.w2.weight")] = weight.contiguous()
         else:
             weights[name] = tensor
     safetensors.save_file(weights, folder / "original" / "model.safetensors", {"format": "pt"})
@@ -93,16 +93,16 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 
 def without_images() -> types.ModuleType:
-    """A module that replaces the processors of images, which import torchvision."""
+    """A module that replaces vLLM's processors of images, which import torchvision."""
     processors = types.ModuleType(PROCESSORS)
-    vars(processors).update({name: type(name, (), {}) for name in _OF_IMAGES})
+    vars(processors).update({name: type(name, (), {}) for name in _IMAGE_NAMES})
     return processors
 
 
 def prepare_vllm() -> None:
     """Let vLLM load the text model without torchvision, whose installed build may be for another torch.
 
-    vLLM gets the class of the model, which it would otherwise inspect in a process of its own.
+    The class of the model is registered, since vLLM would otherwise inspect it in another process, without this change.
     """
     sys.modules[PROCESSORS] = without_images()
     bindings: Any = importlib.import_module("ragged_attention.integrations._vllm_bindings")

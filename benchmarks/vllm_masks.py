@@ -1,16 +1,16 @@
-"""vLLM's Triton attention and ours with vLLM's masks, for the shapes of vLLM's own tests and some more.
+"""Compares vLLM's Triton attention with ours under vLLM's masks, for the shapes of vLLM's own tests and some more.
 
     python -m benchmarks.vllm_masks [--only WORDS] [--without-triton]
 
 Run it in the environment of `benchmarks.vllm_check`. A case is a step: vLLM's `CommonAttentionMetadata` is passed to
-the metadata builder of our backend, and the layer's write and attention run on a cache with NaN wherever nothing is
-stored. The result is compared with vLLM's rule, written down here in float64. So is the result of vLLM's kernel, which
-Triton's interpreter runs on the same cache. That kernel takes the values of keys before a window as 0 even if an image
-or a prompt keeps them in view; it is not checked in such cases.
+the metadata builder of our backend. Our layer then writes a cache, which is NaN wherever nothing is stored, and attends
+over it. Triton's interpreter runs vLLM's kernel on the same cache. Both results are compared with vLLM's rule, which
+this module computes in float64. vLLM's kernel uses 0 as the values of keys before a window, even if an image or a
+prompt keeps these keys in view. In such cases its result is not checked.
 
 The shapes are those of vLLM's tests of this kernel, of image spans, and of steps in which only some requests are
-causal. vLLM has no tests for chunks that look back, for prompts that stay in view, and for windows together with
-requests that are not causal. Those shapes are ours.
+causal. vLLM has no tests of chunks that look back, of prompts that stay in view, and of windows together with requests
+that are not causal. For these masks the shapes are ours.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from rich.table import Table
 # The bound for the cosine difference of results, which are rounded to bfloat16; vLLM also rounds weights.
 BOUND = 5e-6
 PAGE = 16
-SCALES = (0.5, 0.25)  # of 8-bit keys and values
+SCALES = (0.5, 0.25)  # the scales of 8-bit keys and values
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A step of requests (queries, keys), and the mask of its tokens."""
+    """A step and its mask. `lens` are the numbers of queries and keys of each request."""
 
     group: str
     lens: Sequence[tuple[int, int]]
@@ -46,7 +46,7 @@ class Case:
     soft_cap: float | None = None
     is_8_bit: bool = False
     causal: bool | tuple[bool, ...] = True
-    # request -> spans of images, from the first to the last token, inclusive
+    # request -> (first token, last token) of each image
     spans: dict[int, list[tuple[int, int]]] = dataclasses.field(default_factory=dict)
     clamp: bool = False
     lookback: int = -1
@@ -59,7 +59,7 @@ class Case:
 
     @property
     def is_beyond_window(self) -> bool:
-        """Whether a query sees a key before its window. vLLM 0.32's kernel takes the value of such a key as 0."""
+        """Whether a query sees a key before its window. For such a key, vLLM 0.32's kernel uses 0 as the value."""
         if self.window is None:
             return False
         for row, (q_len, kv_len) in enumerate(self.lens):
@@ -69,7 +69,7 @@ class Case:
         return False
 
     def sees(self, row: int) -> Any:
-        """The mask [queries, keys] of a request, by vLLM's rule."""
+        """The mask [queries, keys] of a request under vLLM's rule."""
         q_len, kv_len = self.lens[row]
         q, k = np.arange(kv_len - q_len, kv_len)[:, None], np.arange(kv_len)
         causal = self.causal if isinstance(self.causal, bool) else self.causal[row]
@@ -203,7 +203,7 @@ class Step:
         )  # fmt: skip
 
     def ours(self) -> Any:
-        """The result of our layer: it writes all keys, then attends."""
+        """The result of our layer, which writes all keys and then attends."""
         import torch
 
         from ragged_attention.integrations.vllm import RaggedAttentionBackend
@@ -231,9 +231,9 @@ class Step:
         return impl.forward(self.layer, self.q, None, None, self.cache, metadata, out)
 
     def theirs(self, is_split: bool = False) -> Any:
-        """The result of vLLM's kernel on the cache that our layer has written, with 0 in places without a row.
+        """The result of vLLM's kernel on the cache that our layer has written. Places without a row are set to 0.
 
-        With `is_split`, which is for decodes, it divides the keys among 16 programs.
+        With `is_split`, which is only for decodes, the kernel divides the keys among 16 programs.
         """
         import torch
 
@@ -264,7 +264,7 @@ class Step:
         return out
 
     def rule(self) -> Any:
-        """The result in float64, computed one request at a time."""
+        """The result of vLLM's rule in float64, computed one request at a time."""
         import torch
 
         case, outs = self.case, []
@@ -292,7 +292,7 @@ def cosine_difference(a: Any, b: Any) -> float:
 
 
 def use_interpreter() -> None:
-    """Make vLLM for CPUs, which requires a Triton with a CPU backend, accept Triton's interpreter instead."""
+    """Make vLLM for CPUs accept Triton's interpreter. Without this it requires a Triton with a CPU backend."""
     os.environ["TRITON_INTERPRET"] = "1"
     backends: Any = importlib.import_module("triton.backends")
     backends.backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
@@ -301,7 +301,7 @@ def use_interpreter() -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", default="", help="part of the name of a group of cases")
+    parser.add_argument("--only", default="", help="only groups of cases whose name contains this")
     parser.add_argument("--without-triton", action="store_true", help="leave vLLM's kernel out")
     options = parser.parse_args(arguments)
     if not options.without_triton:

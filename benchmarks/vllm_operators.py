@@ -1,12 +1,12 @@
-"""vLLM's own CPU operators and modules, compared with ours on the same bytes.
+"""Compares vLLM's own CPU operators and modules with ours on the same bytes.
 
     python -m benchmarks.vllm_operators
 
 Run it in the environment of `benchmarks.vllm_check`. vLLM's operators serve DeepSeek-V4 on CPUs:
 `fp8_paged_mqa_logits_cpu` and `topk_transform_512_cpu` are its indexer, `flash_mla_with_kvcache_cpu` attends to a
-window and to a list of compressed keys, and `fused_qnorm_rope_kv_insert_cpu` writes the window. vLLM has no fused step
-before attention on CPUs, so our backend's fused steps are compared with its modules RMSNorm and RotaryEmbedding in
-float32. The shapes are those of vLLM's own tests, plus a few larger ones.
+window and to a list of compressed keys, and `fused_qnorm_rope_kv_insert_cpu` writes the window. On CPUs vLLM does not
+fuse norms, rotation and the cache write before attention. So our backend's fused steps are compared with vLLM's modules
+RMSNorm and RotaryEmbedding in float32. The shapes are those of vLLM's own tests, plus a few larger ones.
 """
 
 import importlib
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-# Bounds for operators that round to bfloat16, and for steps whose float32 results are rounded to bfloat16 and float16.
+# Name -> the greatest difference. It allows for results that are rounded to bfloat16 or float16.
 BOUNDS = {
     "fp8_paged_mqa_logits_cpu": 5e-6,
     "topk_transform_512_cpu": 0.0,
@@ -39,7 +39,7 @@ def cosine_difference(a: Any, b: Any) -> float:
 
 
 def differences() -> Iterator[tuple[str, float]]:
-    """Yield the name of each operator and the difference of ours from it, case by case."""
+    """Yield (name of vLLM's operator or of our step, difference) for each case."""
     import torch
 
     torch.manual_seed(0)
@@ -81,7 +81,8 @@ def of_the_indexer() -> Iterator[tuple[str, float]]:
 def of_attention() -> Iterator[tuple[str, float]]:
     """Yield the differences for attention.
 
-    The cases are vLLM's, with and without compressed keys, one with the model's sizes, and lists without any key.
+    The cases are those of vLLM's test, with and without compressed keys, and a case with the model's sizes. Each case
+    also runs with lists that have no keys.
     """
     import torch
 
@@ -97,7 +98,7 @@ def of_attention() -> Iterator[tuple[str, float]]:
         compressed = torch.randint(-1, 12 * second_page, (tokens, entries))
         for name, lists in (
             ("flash_mla_with_kvcache_cpu", (window, compressed)),
-            ("flash_mla_with_kvcache_cpu, no key", tuple(torch.full_like(one, -1) for one in (window, compressed))),
+            ("flash_mla_with_kvcache_cpu, no key", tuple(torch.full_like(slots, -1) for slots in (window, compressed))),
         ):
             q, sinks = torch.randn(tokens, heads, 512).bfloat16(), torch.randn(heads)
             theirs = torch.empty_like(q)
@@ -118,7 +119,7 @@ def of_attention() -> Iterator[tuple[str, float]]:
 
 
 def of_the_window() -> Iterator[tuple[str, float]]:
-    """Yield the differences between the keys that vLLM's operator and our fused write store, also without slots."""
+    """Yield the differences between the keys of vLLM's operator and of our fused write. Some tokens have no slot."""
     import torch
 
     from ragged_attention.torch import dequantize_mla_cache, latent_norm_rope_write
@@ -146,7 +147,7 @@ def of_the_window() -> Iterator[tuple[str, float]]:
 def of_fused_steps() -> Iterator[tuple[str, float]]:
     """Yield the differences of our layers' fused steps.
 
-    The shapes are those of vLLM's test of a fused write, also with fewer slots than tokens.
+    The shapes are those of vLLM's test of a fused write. Some cases have fewer slots than tokens.
     """
     import torch
 
@@ -190,7 +191,7 @@ def of_a_fused_step(
                 norm.weight.data.copy_(weight)
                 new[at] = norm.forward_native(new[at])
         new = rope.forward_native(positions, new[0].flatten(1), new[1].flatten(1))
-        wanted = [each.view(tokens, -1, size) for each in new]
+        wanted = [array.view(tokens, -1, size) for array in new]
         before = torch.randn(tokens // 16 + 3, kv_heads, 16, 2 * size).to(dtype)
         cache, slots = before.clone(), torch.randperm(before.shape[0] * 16)[:slot_count]
         slots[slot_count - without_slot :] = -1

@@ -12,14 +12,14 @@ from typing import Any
 _RATIOS = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
 _NAMES = {".attn.norm.": ".attn.kv_norm.", "embed_tokens.": "embed.", "hc_head.hc_": "hc_head_"}
 # Fields of transformers' configuration that vLLM refuses.
-_NOT_OF_VLLM = ("mlp_layer_types", "layer_types", "compress_rates", "partial_rotary_factor")
-_LATENT, _GROUP = 448, 64  # columns that are not rotated, and columns per scale
+_REFUSED_BY_VLLM = ("mlp_layer_types", "layer_types", "compress_rates", "partial_rotary_factor")
+_LATENT, _GROUP = 448, 64  # the columns that are not rotated, and the columns per scale
 
 
 def prepare(made: Any) -> None:
     """Randomise parameters that transformers sets to constants, and round every weight to bfloat16.
 
-    The experts' bias is so large that it alone chooses the experts. Otherwise roundings would decide.
+    The experts' bias is so large that it alone selects the experts. With a smaller bias, roundings would decide.
     """
     import torch
 
@@ -58,12 +58,12 @@ def save_original(folder: Path) -> None:
         "topk_method": "noaux_tc",
         "expert_dtype": "bf16",
     }
-    config = {name: value for name, value in config.items() if name not in _NOT_OF_VLLM}
+    config = {name: value for name, value in config.items() if name not in _REFUSED_BY_VLLM}
     (folder / "original" / "config.json").write_text(json.dumps(config))
 
 
 def quantise() -> None:
-    """Make transformers' model attend to keys, and select by keys and queries, with vLLM's rounding."""
+    """Give transformers' model vLLM's rounding of keys, of the indexer's queries and keys, and of projections."""
     import torch
 
     home: Any = importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")

@@ -1,17 +1,17 @@
-"""The cost of a plan beyond the needs of its call, known before anything runs.
+"""Computes, before anything runs, what a plan costs beyond the needs of its call.
 
 The plan of a case is the launches that a backend makes for it. For Triton's paged attention,
 `ragged_attention.tools.schedule` runs the kernels' own index arithmetic and so finds the keys that each program visits.
 For the other operations, the modules of this package repeat the rules by which the kernels divide their work. The
-visited keys give the operations and the bytes of each program. They exceed the needs of the call for three reasons:
+visited keys give the operations and the bytes of each program. These exceed the needs of the call for three reasons:
 masks and padding fill parts of tiles, several programs read the same keys, and partial results have to be merged.
 
 Three rates limit a GPU: operations, bytes from memory, and bytes from its L2 cache. The slowest of the three gives the
 least time of a step of the plan. The floor of a case is the time in which each needed byte is read or written once and
-no operation is wasted; the plan's excess is the additional time of its steps. Operations that correct the rounding of
-operands to 16 bits are no excess, but the price of exactness, and the table shows them separately. Latency,
-exponentials and the decoding of 8-bit formats are ignored: a plan without excess may still be slow, but one with much
-excess cannot be fast.
+no operation is wasted. The plan's excess is the additional time of its steps. Operations that correct the rounding of
+operands to 16 bits do not count as excess. They are the price of exactness, and the table shows them separately.
+Latency, exponentials and the decoding of 8-bit formats are ignored. So a plan without excess may still be slow, but a
+plan with much excess cannot be fast.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from benchmarks.roofline import indexer, mla, paged, ragged_mla
 from benchmarks.roofline.model import H200, Machine, Step, Work
 from ragged_attention.calls import Device
 
-# The module that counts the plans of an operation. Plans of other operations are not counted.
+# Operation -> the module that computes its plans. No plans are computed for other operations.
 MODULES: dict[str, Any] = {
     "ragged_paged_attention": paged,
     "mla_decode": mla,
@@ -54,7 +54,7 @@ class Plan:
     backend: str
     floor: float
     least: float  # without the operations that correct rounding
-    exact: float  # including the operations that correct rounding
+    exact: float  # with the operations that correct rounding
     bound: str
     flops: float  # operations, relative to the needs of the case
     requested: float  # bytes, relative to the needs of the case
@@ -68,13 +68,13 @@ class Plan:
 
 
 def planned(case: Case, device: Device) -> tuple[str, ...]:
-    """The backends whose plans for the case can be counted."""
+    """The backends for which the plan of the case can be computed."""
     module = MODULES.get(case.operation)
     return module.planned(case, device) if module else ()
 
 
 def steps(case: Case, backend: str, device: Device, machine: Machine = H200, tile: Any = None) -> Iterator[Step]:
-    """The work of a planned backend's kernels for the case. `tile` defaults to the heuristic's."""
+    """The steps of the case's plan on a backend of `planned`. `tile` defaults to the heuristic's tile."""
     return MODULES[case.operation].steps(case, backend, device, machine, tile)
 
 
@@ -99,7 +99,7 @@ def plan_of(case: Case, backend: str, device: Device, machine: Machine = H200) -
 
 
 def plans(cases: Iterable[Case], device: Device, machine: Machine = H200) -> Iterator[Plan]:
-    """The plans of every case on every backend for which they can be counted."""
+    """The plans of every case, on every backend for which its plan can be computed."""
     for case in cases:
         for backend in planned(case, device):
             yield plan_of(case, backend, device, machine)

@@ -1,4 +1,4 @@
-"""The plan of the lightning indexer: the logits of blocks of tokens, then the selection of the largest."""
+"""The plan of the lightning indexer: the logits, then the selection of the largest logits."""
 
 import collections
 from collections.abc import Iterator
@@ -9,11 +9,11 @@ from benchmarks.compiled import compiling
 from benchmarks.roofline.model import KernelArgs, Machine, Programs, Step, Work, cdiv
 from ragged_attention.calls import Device
 
-PASSES = 4  # passes over a row to select from it: for its range, for a histogram, for candidates, and for the result
+PASSES = 4  # passes over a row of logits in a selection: range, histogram, candidates, result
 
 
 def seen(case: IndexerCase, token: int) -> int:
-    """The number of keys that a query token sees, by its index in the sequence."""
+    """The number of keys that a query token sees. `token` is its index among the sequence's query tokens."""
     return max(case.max_len - case.num_q_tokens + token + 1, 0)
 
 
@@ -46,11 +46,12 @@ def tiled(case: IndexerCase, arguments: KernelArgs) -> tuple[Work, Programs]:
 
 
 def token_work(case: IndexerCase, arguments: KernelArgs, multiplied: int, written: int) -> Work:
-    """The work of one token for `multiplied` keys, of which `written` logits are stored."""
+    """The work of one token that computes logits for `multiplied` keys and stores `written` of them."""
     heads = cdiv(case.num_q_heads, arguments["BLOCK_H"]) * arguments["BLOCK_H"]
     columns = cdiv(case.head_dim, arguments["BLOCK_D"]) * arguments["BLOCK_D"]
     flops = 2 * multiplied * heads * columns
-    # The machine's rate is that of 16-bit products. A GPU computes twice as many 8-bit products per second.
+    # 8-bit operations count half, because the machine's rate is that of 16-bit products, and 8-bit products are twice
+    # as fast.
     flops //= 2 if arguments["Q_FORMAT"] == "e4m3_units" else 1
     queries = case.num_q_heads * (case.head_dim * compiling.ITEMSIZE[case.dtype] + 4)
     return Work(flops=flops, rows=queries + 4 * written)

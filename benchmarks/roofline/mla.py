@@ -1,6 +1,7 @@
 """The plans of latent attention, on Triton and on CUDA.
 
-The CUDA kernels run no Python, so this module repeats how kernels of both backends divide a job.
+The CUDA kernels have no index arithmetic in Python that could be run. So this module repeats how the kernels of both
+backends divide a job.
 """
 
 import collections
@@ -18,25 +19,25 @@ from ragged_attention.calls import CACHE_FORMATS, Call, Device
 
 
 def latent_bytes(cache_format: str) -> int:
-    """The bytes that are read per row of a quantised cache, without padding."""
+    """The bytes that a kernel reads per row of a quantised cache, without padding."""
     form = CACHE_FORMATS[cache_format]
     return form.row_bytes + form.scale_bytes
 
 
 def decoded_bytes(row_format: Any) -> int:
-    """The bytes that are read per decoded row, without padding."""
+    """The bytes that a kernel reads per dequantised row, without padding."""
     scales = 4 * row_format.VALUES // row_format.GROUP if row_format.FOLDED else 0
     return 2 * (row_format.VALUES + row_format.ROTARY) + scales
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel divides the rows and keys of a job, and the columns that it multiplies per row and key."""
+    """A kernel's tile of rows and keys, its KV splits, and the columns that it multiplies per row and key."""
 
     rows: int
     keys: int
     num_splits: int
-    least_blocks: int  # the least blocks per KV split
+    least_blocks: int  # the smallest number of key blocks per KV split
     columns: int
     columns_again: int
     query_bytes: int  # bytes read per row of queries
@@ -67,10 +68,9 @@ def triton_tiles(case: LatentCase, launch: compiling.Launch, *, decoded: bool) -
 
 
 def columns_of(constants: KernelArgs) -> tuple[int, int, int]:
-    """Three numbers of columns of a Triton kernel.
+    """(columns that a Triton kernel multiplies per row and key, columns multiplied again, columns read per query).
 
-    They are the columns that it multiplies for a row and a key, those that it multiplies again to correct rounding, and
-    the columns of queries that it reads.
+    Columns are multiplied again to correct rounding.
     """
     values, grouped = constants["WIDTH"] * constants["GROUPS"], constants["GROUPED"]
     rest = constants["REST_PAD"] if constants["REST"] else 0
@@ -80,7 +80,10 @@ def columns_of(constants: KernelArgs) -> tuple[int, int, int]:
 
 
 def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
-    """Tiles as in csrc: 64 keys, and 64 rows, or the number of heads rounded up to a power of two if they are few."""
+    """The tiles of the CUDA sources: 64 keys and 64 rows.
+
+    Kernels for few heads have fewer rows: the number of heads, rounded up to a power of two, and at least 8.
+    """
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     return Tiles(
         rows=max(8, latent.power_of_2(case.num_q_heads)) if latent.is_narrow(call, tile) else latent.ROWS,
@@ -95,7 +98,7 @@ def cuda_tiles(case: LatentCase, call: Call, tile: Any) -> Tiles:
 
 
 def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Programs]:
-    """The work and the programs of the attention kernel, then those of the kernel that merges its KV splits."""
+    """(work of the attention kernel, its programs, work of the kernel that merges KV splits, its programs)."""
     tokens = 1 if case.topk else case.num_q_tokens  # tokens per job
     group = case.num_q_heads // case.num_kv_heads
     jobs, rows = case.num_tokens // tokens * case.num_kv_heads, group * tokens
@@ -124,8 +127,8 @@ def attended(case: LatentCase, tiles: Tiles) -> tuple[Work, Programs, Work, Prog
 def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, widths: tuple[int, int]) -> float:
     """The bytes that come from memory.
 
-    Rows in several lists are read again if the L2 cache has evicted them meanwhile. Programs that share a list or a
-    sequence run at the same time and read it once.
+    A row in several lists is read again if the L2 cache has evicted it. Programs that share a list or a sequence run at
+    the same time, so they read its rows from memory once.
     """
     needed = case.needed_cache_bytes(widths)
     again = max(work.keys / row_blocks - needed, 0) * max(0, 1 - machine.cache_size / needed)
@@ -133,7 +136,7 @@ def fetched(case: LatentCase, work: Work, row_blocks: int, machine: Machine, wid
 
 
 def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
-    """The step of the kernel that decodes a cache. The case itself needs only the listed rows."""
+    """The step of the kernel that dequantises the whole cache, although the case needs only the listed rows."""
     num_slots = launch.operands[-1].shape[0]
     requested = num_slots * latent_bytes(case.cache_format)
     written = num_slots * decoded_bytes(launch.arguments["DECODED"].plain)
@@ -141,7 +144,7 @@ def decoded(case: LatentCase, launch: compiling.Launch) -> Step:
 
 
 def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """The steps of a case. The floor includes reading every listed row from the L2 cache once per list."""
+    """The steps of a case. The floor of a case with lists includes one read from the L2 cache per list entry."""
     call, widths = case.attention_call(device), case.widths
     if backend == "cuda":
         tiles = cuda_tiles(case, call, tile or dispatch.load(case.operation, "cuda").heuristic(call))
@@ -164,7 +167,7 @@ def steps(case: LatentCase, backend: str, device: Device, machine: Machine, tile
 
 
 def planned(case: LatentCase, device: Device) -> tuple[str, ...]:
-    """The backends: Triton, and CUDA if it has a kernel for the case, even if that is not built."""
+    """The backends: Triton, and CUDA if it has a kernel for the case. The kernel need not be built."""
     latent = importlib.import_module("ragged_attention.kernels_cuda._latent")
     cuda_takes = latent.cannot_take(case.attention_call(device), sparse=case.topk > 0) is None
     return ("triton", "cuda") if cuda_takes else ("triton",)

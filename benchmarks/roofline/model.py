@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 KernelArgs = Mapping[str, Any]  # arguments of a launch by name, without the arrays
-# The number of programs with work, by their iterations of each inner loop. If a kernel has a loop without masks and a
-# masked loop, the loop without masks comes first.
+# (iterations of each inner loop) -> the number of programs with these iterations. Programs without work are left out.
+# If a kernel has a loop without masks and a masked loop, the loop without masks comes first.
 Programs = Mapping[tuple[float, ...], int]
 
 
@@ -20,9 +20,9 @@ class Machine:
     multiplying: float  # floating-point operations of bfloat16 matrix products
 
 
-# Memory and matrix products were measured on an H200. The L2 cache was not: FlashAttention-3 at its fastest
-# (740 TFLOP/s, 128 rows per program) must have read 5.8e12 bytes per second from that of an H100. We assume that its
-# other traffic adds a tenth.
+# The rates of memory and matrix products were measured on an H200. The rate of the L2 cache is an estimate: at its
+# fastest on an H100 (740 TFLOP/s, 128 rows per program), FlashAttention-3 must have read 5.8e12 bytes of keys and
+# values per second from the L2 cache. We assume that its other traffic adds a tenth.
 H200 = Machine(memory=4.3e12, cache=6.4e12, cache_size=50 * 10**6, multiplying=7.9e14)
 
 
@@ -31,7 +31,7 @@ class Work:
     """The work of programs."""
 
     flops: int = 0  # operations of matrix products, over all rows, columns and keys of the tiles
-    again: int = 0  # further operations, which correct the rounding of operands
+    again: int = 0  # operations in addition to `flops`, which correct the rounding of operands
     keys: int = 0  # bytes of keys and values that are read from memory or a cache
     rows: int = 0  # bytes of queries, results and partial results, read or written
 
@@ -45,19 +45,19 @@ class Work:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Step:
-    """The work of one kernel, the bytes that it needs from memory, and the least time that the case needs for it."""
+    """One kernel of a plan: its work, the bytes that it reads and writes in memory, its floor, and its programs."""
 
     name: str
     work: Work
-    fetched: float = 0  # bytes from memory
-    floor: float = 0  # seconds
+    fetched: float = 0  # bytes from or to memory
+    floor: float = 0  # the least seconds that the case needs for this step
     programs: Programs = dataclasses.field(default_factory=dict)
 
     @property
     def turns(self) -> tuple[float, ...]:
         """The iterations of each loop, summed over all programs."""
-        each = ([count * number for number in turns] for turns, count in self.programs.items())
-        return tuple(map(sum, zip(*each, strict=True)))
+        per_group = ([count * number for number in turns] for turns, count in self.programs.items())
+        return tuple(map(sum, zip(*per_group, strict=True)))
 
     @property
     def working(self) -> int:
@@ -71,11 +71,11 @@ class Step:
 
     @property
     def skew(self) -> float:
-        """The iterations of the longest program, divided by those of an average program."""
+        """The iterations of the longest program, divided by the average iterations of a program."""
         return self.longest * self.working / sum(self.turns) if self.longest else 1.0
 
     def times(self, machine: Machine, *, exact: bool) -> dict[str, float]:
-        """The seconds that each resource of the machine needs. `exact` includes the correction of rounding.
+        """Resource of the machine -> the seconds for which the step uses it.
 
         `exact` includes the operations that correct rounding.
         """

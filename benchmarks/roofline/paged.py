@@ -21,7 +21,7 @@ def planned(case: PagedCase, device: Device) -> tuple[str, ...]:
 def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
     """The steps of a case.
 
-    The kernels run one after another, so each has its own floor: that of its sequences.
+    The kernels run one after another, so each step has its own floor, which is the floor of its sequences.
     """
     del backend
     for launch, programs in attention(case, device, tile):
@@ -44,7 +44,7 @@ def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile:
                 combined += Work(rows=rows * (count * d_v * 4 + d_v * item))
                 rows_combined += rows * case.num_kv_heads
         turns = collections.Counter(map(turns_of, programs))
-        working = {each: number * case.num_kv_heads for each, number in turns.items()}
+        working = {iterations: number * case.num_kv_heads for iterations, number in turns.items()}
         yield Step(launch.name, work * case.num_kv_heads, part.needed_bytes(), floor, working)
         if rows_combined:
             yield Step("combine_kernel", combined * case.num_kv_heads, programs={(): rows_combined})
@@ -54,17 +54,19 @@ def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile:
 def attention(
     case: PagedCase, device: Device, tile: Any
 ) -> list[tuple[recording.Launch, tuple[schedule.Program, ...]]]:
-    """The attention launches of a case with their programs, without launches that have no work."""
+    """(launch, its programs) for each attention launch of a case that has work."""
     launches = recording.record(case.call(case.operation, device, **case.tables()), tile)
-    walked = [(one, schedule.simulated(one).programs) for one in launches if one.name != "combine_kernel"]
-    return [(launch, programs) for launch, programs in walked if programs]
+    simulated = [
+        (launch, schedule.simulated(launch).programs) for launch in launches if launch.name != "combine_kernel"
+    ]
+    return [(launch, programs) for launch, programs in simulated if programs]
 
 
 def visited(case: PagedCase, kernel_args: KernelArgs, program: schedule.Program) -> Work:
     """The work of a program for the keys that it visits.
 
-    The weights of bfloat16 rows have two terms in masked blocks, and in all blocks of a split, unless the cache has 8
-    bits. A wide tile then reads each value twice.
+    A bfloat16 kernel over a bfloat16 cache splits weights into two terms, in masked blocks and in all blocks of
+    `split_kernel`. The second term takes another product with the values, for which a wide tile reads them again.
     """
     count, d, d_v = (kernel_args[name] for name in ("BLOCK_Q", "D_PAD", "DV_PAD"))
     whole = sum(visit.stop - visit.start for visit in program.visits if not visit.masked)
@@ -80,7 +82,7 @@ def visited(case: PagedCase, kernel_args: KernelArgs, program: schedule.Program)
 
 
 def seen_keys(case: PagedCase, program: schedule.Program) -> int:
-    """The number of visited keys that at least one query of the program sees. The others are not read."""
+    """The number of visited keys that at least one query of the program sees. Other keys are not read."""
     start, stop = program.span
     kv_len = case.kv_lens[program.seq]
     low, high = (kv_len - case.q_lens[program.seq] + token for token in program.tokens)
@@ -89,7 +91,7 @@ def seen_keys(case: PagedCase, program: schedule.Program) -> int:
 
 
 def turns_of(program: schedule.Program) -> tuple[float, float]:
-    """The number of key blocks that a program visits in the loop without masks, and in the masked one."""
+    """(key blocks that a program visits in the loop without masks, key blocks in the masked loop)."""
     blocks = [0.0, 0.0]
     for visit in program.visits:
         blocks[visit.masked] += (visit.stop - visit.start) / visit.block

@@ -1,7 +1,7 @@
 """The plans of ragged attention over latents.
 
-`ragged_attention.tools.schedule` could find the visited keys, but a prompt has thousands of programs, and running the
-index arithmetic of each takes seconds. So this module repeats how the kernels divide the keys.
+`ragged_attention.tools.schedule` could find the visited keys, but it runs the index arithmetic of each program, and a
+prompt has thousands of programs. Since that takes seconds, this module repeats how the kernels divide the keys.
 """
 
 import collections
@@ -19,7 +19,7 @@ from ragged_attention.calls import Device
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """A sequence, the blocks of keys [begin, end) that its queries see, and the number of blocks in each KV split."""
+    """A sequence: its key blocks [begin, end) that queries see, divided into KV splits of `each` blocks."""
 
     q_len: int
     kv_len: int
@@ -30,7 +30,7 @@ class Span:
 
     @property
     def parts(self) -> range:
-        """The first blocks of the KV splits."""
+        """The first block of each KV split."""
         return range(self.begin, self.end, self.each)
 
 
@@ -55,7 +55,7 @@ def spans(case: RaggedLatentCase, kernel_args: KernelArgs) -> list[Span]:
 
 
 def attended(case: RaggedLatentCase, kernel_args: KernelArgs) -> tuple[Work, Programs, Work, int]:
-    """The work and the programs of the attention kernel, then the work and the number of rows of the combine kernel."""
+    """(work of the attention kernel, its programs, work of the combine kernel, its rows)."""
     total, combined, rows_combined = Work(), Work(), 0
     programs: collections.Counter[tuple[float, ...]] = collections.Counter()
     block, count, heads = kernel_args["BLOCK_KV"], kernel_args["BLOCK_H"], case.num_q_heads
@@ -84,7 +84,7 @@ def attended(case: RaggedLatentCase, kernel_args: KernelArgs) -> tuple[Work, Pro
 
 
 def steps(case: RaggedLatentCase, backend: str, device: Device, machine: Machine, tile: Any) -> Iterator[Step]:
-    """The steps of a case: one launch for all sequences, or one for the long ones and then one for the short ones."""
+    """The steps of a case: one launch for all sequences, or one for the long and one for the short sequences."""
     del backend
     combined, rows = Work(), 0
     floor, _ = case.floor_seconds(machine.memory, machine.multiplying)

@@ -1,6 +1,6 @@
-"""The blocks that the programs of attention without a cache, and of its gradient, visit.
+"""The blocks that programs visit in attention without a cache and in its gradient.
 
-Their loops are in the kernels themselves, where `ragged_attention.tools.schedule` cannot record them.
+This module repeats the loops of the kernels, because `ragged_attention.tools.schedule` cannot record them.
 """
 
 import collections
@@ -11,21 +11,21 @@ from benchmarks.roofline.model import Programs, cdiv
 
 
 def programs(case: VarlenCase, launch: Launch) -> Programs:
-    """The programs of a kernel, which visit blocks of keys or, for dK and dV, blocks of rows."""
+    """The programs of a kernel. They visit blocks of keys or, if they compute dK and dV, blocks of rows."""
     arguments = launch.constants
     rows, keys, group = arguments["BLOCK_Q"], arguments["BLOCK_KV"], arguments["GROUP"]
     by_keys = launch.name == "dkv_kernel"
-    found: collections.Counter[tuple[float, ...]] = collections.Counter()
+    counts: collections.Counter[tuple[float, ...]] = collections.Counter()
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
         length, block = (kv_len, keys) if by_keys else (q_len * group, rows)
         for first in range(0, length, block):
             if by_keys:
                 whole, ends = _rows_visited(case, q_len, kv_len, first, min(first + keys, kv_len) - 1, group, rows)
-                found[(ends, whole)] += case.num_kv_heads
+                counts[(ends, whole)] += case.num_kv_heads
             else:
                 low, high = first // group, min((first + rows - 1) // group, q_len - 1)
-                found[_keys_visited(case, q_len, kv_len, low, high, keys)] += case.num_kv_heads
-    return found
+                counts[_keys_visited(case, q_len, kv_len, low, high, keys)] += case.num_kv_heads
+    return counts
 
 
 def _keys_visited(case: VarlenCase, q_len: int, kv_len: int, low: int, high: int, block: int) -> tuple[float, float]:

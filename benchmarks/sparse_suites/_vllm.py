@@ -1,4 +1,4 @@
-"""Shared by the two suites of vLLM's tests: its package of tests, and a platform that the tests take for a GPU."""
+"""Helpers of the two suites of vLLM's tests. They import vLLM, and make its platform look like a GPU to the tests."""
 
 import importlib
 from collections.abc import Iterable
@@ -11,13 +11,13 @@ from benchmarks.foreign_tests import bare_package
 
 
 def install(checkout: Path, modules: Iterable[str]) -> None:
-    """Import vLLM's modules as on a CPU, and only then make its tests believe that they run on a GPU."""
+    """Import vLLM's modules as on a CPU. After that, make its platform look like a GPU to the tests."""
     models = Path(importlib.import_module("vllm.models").__path__[0])
     for name in ("minimax_m3", "qwen4_exp"):  # avoids importing whole models
         bare_package(f"vllm.models.{name}", models / name)
     for name in modules:
         importlib.import_module(name)
-    # only this package, since the checkout's own `vllm` has no compiled libraries
+    # only `tests` comes from the checkout, since its `vllm` has no compiled libraries
     bare_package("tests", checkout / "tests")
     platform = importlib.import_module("vllm.platforms").current_platform
     platform.is_cuda = lambda: True
@@ -29,5 +29,5 @@ def install(checkout: Path, modules: Iterable[str]) -> None:
 
 
 def replace(module: str, *functions: Any) -> None:
-    """Replace the functions of a module that have the same names."""
-    vars(importlib.import_module(module)).update({each.__name__: each for each in functions})
+    """Replace functions of a module by `functions`, which have the same names."""
+    vars(importlib.import_module(module)).update({function.__name__: function for function in functions})

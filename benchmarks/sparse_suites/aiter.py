@@ -1,4 +1,4 @@
-"""aiter's tests of paged decode, run through `ragged_paged_attention`, also with caches of MI300's 8-bit floats."""
+"""Runs aiter's tests of paged decode through `ragged_paged_attention`, also with caches of MI300's 8-bit floats."""
 
 import sys
 import types
@@ -22,7 +22,7 @@ def paged_attention_decode(
     max_seq_len: int, compute_type: Any, k_scale: Any, v_scale: Any, num_seq_partitions: int = 0,
     alibi_slopes: Any = None,
 ) -> None:  # fmt: skip
-    """Replaces aiter's function. Queries are [sequences, heads, size], caches [pages, KV heads, positions, size]."""
+    """Replace aiter's function. Queries are [sequences, heads, size], and caches [pages, KV heads, positions, size]."""
     if k_scale.numel() > 1:
         raise Unsupported(f"expected one k_scale, got {tuple(k_scale.shape)}: scales of single positions")
     pages = key_cache.transpose(1, 2), value_cache.transpose(1, 2)

@@ -1,7 +1,8 @@
-"""flash-linear-attention's tests of native sparse attention (NSA), run through `varlen_attention` and `top_k_blocks`.
+"""Runs flash-linear-attention's tests of native sparse attention through `varlen_attention` and `top_k_blocks`.
 
-Compressed attention is attention to the mean keys and values of blocks. A query sees a block once it has reached the
-block's last key, so its visible blocks are one range of keys. Selected attention is attention with block lists.
+Native sparse attention (NSA) has three branches. Compressed attention is attention to the mean key and value of each
+block. A query sees a block if its position is not before the block's last key, so its visible blocks form one range of
+keys. Selected attention is attention with block lists. The third branch is attention with a window.
 """
 
 import importlib
@@ -18,7 +19,7 @@ from ragged_attention.torch import top_k_blocks, varlen_attention
 
 FILES = ("tests/ops/test_nsa.py",)
 SIZES = ("B", "T", "cu_seqlens", "HQ", "D", "S", "block_size")
-LARGEST = 1e9  # their reference keeps eight bytes per product unit for its gradient
+LARGEST = 1e9  # FLA's reference keeps eight bytes times the product of the sizes for its gradient
 TESTS = (
     "test_parallel_value_split_matches_single_tile",
     "test_parallel",
@@ -37,14 +38,14 @@ Edges = tuple[torch.Tensor, torch.Tensor]
 
 
 def packed(q: Any, k: Any, v: Any, edges: Edges, **settings: Any) -> tuple[Any, Any]:
-    """The results of `varlen_attention` for tensors [B, T, heads, size], whose sequences are packed."""
-    rows = [each.flatten(0, 1) for each in (q, k, v)]
+    """Out and lse of `varlen_attention` for tensors [B, T, heads, size], whose rows are packed into one axis."""
+    rows = [array.flatten(0, 1) for array in (q, k, v)]
     out, lse = varlen_attention(rows[0], rows[1], rows[2], *edges, **settings, return_lse=True)
     return out.view(*q.shape[:3], -1), lse.view(q.shape[:3])
 
 
 def edges_of(q: torch.Tensor, kv_len: int, cu_seqlens: Any) -> Edges:
-    """The cumulative lengths of the queries [B, TQ, ...] and of their keys, by default `kv_len` per sequence."""
+    """The cumulative lengths of queries [B, TQ, ...] and of keys, by default `kv_len` keys per sequence."""
     if cu_seqlens is None:
         counts = torch.arange(len(q) + 1, dtype=torch.int32)
         return counts * q.shape[1], counts * kv_len
@@ -86,7 +87,7 @@ def parallel_nsa_fwd(
 def parallel_nsa_compression(
     q: Any, k: Any, v: Any, TK: int, block_size: int, scale: float, cu_seqlens: Any = None
 ) -> tuple[Any, Any]:
-    """Out and lse of compressed attention. As in their kernel, lse is 0 for a query that sees no block."""
+    """Out and lse of compressed attention. As in FLA's kernel, lse is 0 for a query that sees no block."""
     edges = edges_of(q, TK, cu_seqlens)
     _, position = positions_of(edges)
     ranges = torch.stack([torch.zeros_like(position), (position + 1) // block_size], 1)[:, None].int()
@@ -97,9 +98,10 @@ def parallel_nsa_compression(
 def parallel_nsa_topk(
     q: Any, k: Any, TK: int, lse: Any, block_counts: int, block_size: int, scale: float, cu_seqlens: Any = None
 ) -> torch.Tensor:
-    """The lists of selected blocks, by the mean probability that a group of heads gives to the blocks' means.
+    """The lists of selected blocks.
 
-    The blocks that are always selected come first.
+    A block's score is its probability in attention to the block means, averaged over the heads of a group. The blocks
+    that are always selected come first in a list.
     """
     edges, kv_heads = edges_of(q, TK, cu_seqlens), k.shape[2]
     seq, position = positions_of(edges)
@@ -122,7 +124,7 @@ def parallel_nsa(
     block_counts: Any = 16, block_size: int = 64, window_size: int = 0, scale: Any = None,
     cu_seqlens: Any = None,
 ) -> Any:  # fmt: skip
-    """The sum of the three branches, each multiplied by its gate."""
+    """The sum of NSA's three branches, each multiplied by its gate."""
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     edges = edges_of(q, k.shape[1], cu_seqlens)
     compressed: Any = 0
@@ -142,9 +144,9 @@ def parallel_nsa(
 
 
 def mean_pooling(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | None = None, **_: Any) -> torch.Tensor:
-    """The means of blocks; the last block of a sequence may be shorter.
+    """The mean of each block. The last block of a sequence may be shorter.
 
-    Both sides use this function, since theirs is a Triton kernel.
+    FLA's reference uses this function too, since FLA's own function is a Triton kernel.
     """
     if cu_seqlens is None:
         parts = [part.mean(1) for part in x.float().split(chunk_size, 1)]
@@ -154,7 +156,7 @@ def mean_pooling(x: torch.Tensor, chunk_size: int, cu_seqlens: torch.Tensor | No
 
 
 def flash_attn_func(q: Any, k: Any, v: Any, causal: bool, window_size: tuple[int, int]) -> Any:
-    """Attention with a window by torch with a dense mask. Their reference calls this function."""
+    """Attention with a window, computed by torch with a dense mask. FLA's reference calls this function."""
     assert causal
     position = torch.arange(k.shape[1])
     back = position[k.shape[1] - q.shape[1] :, None] - position
@@ -173,7 +175,7 @@ def flash_attn_varlen_func(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens
 
 
 def install(checkout: Path) -> None:
-    """Put our functions in the places where the tests look for the kernels' functions."""
+    """Replace the functions that call FLA's kernels by ours, in the modules from which the tests import them."""
     for name in ("fla", "fla.ops"):  # avoids importing the kernels of other operations
         bare_package(name, checkout / name.replace(".", "/"))
     flash_attn: Any = types.ModuleType("flash_attn")

@@ -1,4 +1,4 @@
-"""vLLM's tests of MiniMax M3, run through `block_scores`, `select_blocks` and `ragged_paged_attention`."""
+"""Runs vLLM's tests of MiniMax M3 through `block_scores`, `select_blocks` and `ragged_paged_attention`."""
 
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ FILES = (
 )
 SIZES = ("num_reqs",)
 LARGEST = 100.0
-# The other tests are about layouts, launches and kernels for one architecture, and use names that are not replaced
-# here.
+# Other tests are left out. They test layouts, launches and kernels for one architecture, and use names that are not
+# replaced here.
 TESTS = (
     "test_prefill_index_topk_correctness",
     "test_decode_index_topk_correctness",
@@ -40,7 +40,7 @@ OPS = "vllm.models.minimax_m3.common.ops"
 def minimax_m3_index_score(
     idx_q: Any, index_kv_cache: Any, block_table: Any, cu_seqlens_q: Any, seq_lens: Any, *others: Any, **named: Any
 ) -> Any:
-    """Scores [heads, tokens, blocks]. The remaining arguments follow from the named ones and are ignored."""
+    """Scores [heads, tokens, blocks]. `others` and `named` are ignored, because the other arguments determine them."""
     scores = block_scores(
         idx_q, index_kv_cache[:, :, None], block_size=BLOCK, page_indices=block_table, kv_lens=seq_lens,
         cu_q_lens=cu_seqlens_q,

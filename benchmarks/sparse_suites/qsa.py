@@ -1,7 +1,7 @@
-"""vLLM's tests of QSA, Qwen4's sparse attention, run through `indexer_topk` and `ragged_paged_attention`.
+"""Runs vLLM's tests of QSA, Qwen4's sparse attention, through `indexer_topk` and `ragged_paged_attention`.
 
-The indexer scores the means of groups of keys, which are stored in pages of their own. Attention gets the selected
-positions one by one.
+The indexer scores the means of groups of keys. A separate cache stores these means. Attention gets lists of the single
+selected positions.
 """
 
 import math
@@ -19,8 +19,8 @@ from ragged_attention.torch import indexer_topk, ragged_paged_attention
 
 FILES = ("tests/models/qwen4_exp/test_qsa_reference.py",)
 SIZES = ("num_rows", "num_query_heads", "num_requests", "page_size")
-LARGEST = 2e6  # their caches take some gigabytes in larger cases
-# The other tests are about metadata and caches, which are not operations.
+LARGEST = 2e6  # larger cases have caches of some gigabytes
+# Other tests are left out. They test metadata and caches, which are not operations.
 TESTS = (
     "test_qsa_decode_selection_correctness",
     "test_qsa_prefill_selection_correctness",
@@ -29,13 +29,13 @@ TESTS = (
     "test_qsa_selection_handles_no_complete_compressed_blocks",
 )
 OPS = "vllm.models.qwen4_exp.nvidia.ops"
-SMALLEST_HEAD = 16  # least columns of an index query
+SMALLEST_HEAD = 16  # the least columns of an index query in `indexer_topk`
 
 
 def selected(q: Any, k_cache: Any, page_table: Any, rows: Any, visible_blocks: Any, top_k: int) -> torch.Tensor:
     """The groups that each query selects.
 
-    Each query is a sequence of its own, because the tests give its number of visible groups.
+    Each query is a separate sequence, because the tests give the number of visible groups per query.
     """
     size = q.shape[-1]
     q, keys = (F.pad(each.float(), (0, max(SMALLEST_HEAD - size, 0))).to(each.dtype) for each in (q, k_cache[:, :, 0]))
@@ -83,7 +83,7 @@ def qsa_sparse_paged_attention(
     q: Any, k_cache: Any, v_cache: Any, logical_indices: Any, block_table: Any, token_to_req: Any,
     use_prefill_config: bool, k_scale: float = 1.0, v_scale: float = 1.0, *, output_gate: Any,
 ) -> Any:  # fmt: skip
-    """Lists only contain visible positions, so neither a mask nor sequence lengths are needed."""
+    """Attention to listed positions. All of them are visible, so neither a mask nor sequence lengths are needed."""
     counts = torch.bincount(token_to_req.long(), minlength=len(block_table))
     scales: dict[str, Any] = {"k_scale": k_scale, "v_scale": v_scale} if k_cache.dtype != q.dtype else {}
     out = ragged_paged_attention(
@@ -96,7 +96,7 @@ def qsa_sparse_paged_attention(
 
 @pytest.fixture
 def workspace_init() -> None:
-    """A fixture that does nothing. It stands for the scratch memory of vLLM's kernels, which ours do not need."""
+    """A fixture that does nothing. It replaces vLLM's fixture for scratch memory, which our kernels do not need."""
 
 
 def install(checkout: Path) -> None:

@@ -1,8 +1,8 @@
-"""Run every model family in transformers, as a tiny random model, with our attention and with its own.
+"""Run every model family in transformers, as a tiny random model, with our attention and with transformers' own.
 
     python -m benchmarks.transformers_models [FAMILY ...] [--kind seq2seq] [--shard 3/10] [--dtype bfloat16] [--save]
 
-Each family runs in a process of its own. Its record is appended to build/transformers_models.jsonl, one line per
+Each family runs in a separate process. Its record is appended to build/transformers_models.jsonl, one line per
 family. The exit status is 1 if a result differs from that of transformers' eager attention, or if ours fails where
 eager works. With --save the rows of docs/transformers_models.md are rewritten for the families that ran. With --check
 the exit status is also 1 if one of these rows would change.
@@ -38,7 +38,7 @@ Entry = tuple[str, str]  # a kind and a family
 
 
 def judge(entry: Entry, dtype: torch.dtype = torch.float32) -> Iterator[dict[str, Any]]:
-    """Yield the findings about a family, part by part, to be merged into its record."""
+    """Yield the findings about a family in parts, which are merged into its record."""
     kind, family = entry
     try:
         exact, another = build(family, kind), build(family, kind).to(dtype)
@@ -61,12 +61,12 @@ def judge(entry: Entry, dtype: torch.dtype = torch.float32) -> Iterator[dict[str
 
 
 def watched(model: Any, images: Inputs | None) -> dict[str, Any]:
-    """The kinds of attention that a model has, and its classes that have attention code of their own."""
-    with watching(model) as found:
+    """The kinds of attention that a model has, and its classes that compute attention themselves."""
+    with watching(model) as attentions:
         for inputs in (None, images) if images else (None,):
-            with contextlib.suppress(Exception):  # the comparisons report failures
+            with contextlib.suppress(Exception):  # failures are left to the comparisons, which report them
                 generate(model, ragged.NAME, inputs)
-    return {"kinds": sorted(found.kinds), "own": sorted(found.own)}
+    return {"kinds": sorted(attentions.kinds), "own": sorted(attentions.own)}
 
 
 def entries(options: argparse.Namespace) -> list[Entry]:
@@ -110,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    torch.set_num_threads(1)  # a fork has no other threads
+    torch.set_num_threads(1)  # a forked process has no copies of torch's threads
     ragged.register()
     warm_up()
     dtype = getattr(torch, options.dtype)
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def warm_up() -> None:
-    """Compile what all the forks need once in this process."""
+    """Compile once, in this process, the kernels that all forked processes need."""
     model = build("llama", "causal")
     for run in (generate, padded_training):
         run(model, ragged.NAME)

@@ -1,4 +1,4 @@
-"""Tiny models of each family: every kind of layer once, with random weights."""
+"""Builds a tiny model of each family. It has every kind of layer once, and random weights."""
 
 import copy
 from typing import Any
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 MOST_LAYERS = 5
 MOST_PARAMETERS = 40_000_000
-# standard deviation of weights; larger than in transformers, so that attention weights are not nearly uniform
+# The standard deviation of weights. It is larger than in transformers, so that attention is not nearly uniform.
 SPREAD = 0.15
 
 
@@ -59,8 +59,8 @@ def configuration(family: str, kind: str) -> Any:
 
 
 def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[str, Any]:
-    """Arguments that make a configuration small. Arguments of nested configurations are dicts."""
-    config.allow_global_per_layer_attribute_access = True  # otherwise sizes that differ by layer could not be read
+    """Arguments with which a configuration is small. For a nested configuration, the argument is a dict."""
+    config.allow_global_per_layer_attribute_access = True  # allows to read sizes that differ by layer
     counts = {name: value for name in LAYERS if isinstance(value := getattr(config, name, None), int)}
     count = next(iter(counts.values()), 0)
     layers = layers_kept(config, count)
@@ -84,7 +84,7 @@ def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[st
 
 
 def layers_kept(config: Any, count: int) -> list[int]:
-    """The numbers of layers that include every kind once, in order. There are at least two."""
+    """The numbers of the layers to keep, in order: the first of each kind, and at least two."""
     lists = [getattr(config, name, None) for name in KINDS_OF_LAYERS]
     lists = [each for each in lists if isinstance(each, list | tuple) and len(each) == count]
     first: dict[tuple[str, ...], int] = {}
@@ -109,7 +109,7 @@ def _size(name: str, value: Any, text: bool) -> Any:
 
 
 def merged(small: dict[str, Any], of_family: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the family's own values instead, also within nested dicts."""
+    """The arguments `small`, in which the family's own values replace others, also within nested dicts."""
     for name, value in of_family.items():
         if value == OWN:
             small.pop(name, None)
@@ -131,7 +131,7 @@ def draw_weights(model: Any) -> None:
             elif "sink" in name:
                 parameter.normal_(0, 1, generator=random)
             elif not torch.isfinite(parameter).all() or parameter.abs().max() > 1e4:
-                parameter.zero_()  # values that a checkpoint would set
+                parameter.zero_()  # parameters without initial values, which a checkpoint would set
             elif not parameter.any():
-                # gates and biases; zeros would hide the results that they gate
+                # gates and biases are not 0, since zeros would hide the gated results
                 parameter.normal_(0, SPREAD, generator=random)

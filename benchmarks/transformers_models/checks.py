@@ -1,4 +1,4 @@
-"""The comparisons for a model: each way to use it, with transformers' own attention and with ours."""
+"""The comparisons for a model. Each way to use it runs with transformers' own attention and with ours."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +27,7 @@ from ragged_attention.integrations import transformers as ragged
 
 
 def absorb(model: Any) -> Any:
-    """The model after `absorb_mla`, or None if that does not support it."""
+    """The model after `absorb_mla`, or None if `absorb_mla` does not support the model."""
     try:
         return ragged.absorb_mla(model)
     except Unsupported:
@@ -41,7 +41,7 @@ def compare_absorbed(model: Any, exact: Any, absorbed: Any) -> Iterator[Outcome]
 
 
 def compare_images(model: Any, exact: Any, inputs: Inputs) -> Iterator[Outcome]:
-    """Yield the outcomes for prompts with images, and for training on them if they include text."""
+    """Yield the outcomes of generation after prompts with images, and of training on prompts that include text."""
     yield compare(model, exact, lambda each, name: generate(each, name, inputs))
     if "input_ids" in inputs:
         labels = inputs["input_ids"].clone()

@@ -1,4 +1,4 @@
-"""Configuration arguments that single families need besides the common sizes. OWN keeps the configuration's default."""
+"""Configuration arguments that single families need in addition to the common sizes. OWN keeps a default value."""
 
 from typing import Any
 
@@ -146,7 +146,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llava_next_video": _CROPS,
     "llava_onevision": _CROPS,
     "longt5": _STARTS,
-    # With images all keys are in one block, because transformers' own indexer counts padding into blocks.
+    # With images, all keys are in one block. Otherwise blocks would differ, because transformers' own indexer counts
+    # padding tokens.
     "minimax_m3_vl": {"text_config": _MINIMAX_M3 | {"index_block_size": 256}},
     "minimax_m3_vl_text": _MINIMAX_M3,
     "mistral4": {"num_key_value_heads": 4, "head_dim": 32},

@@ -1,7 +1,7 @@
-"""Prompts with images, in the form that a model accepts.
+"""Makes prompts with images, in the form that a model accepts.
 
-Forms are tried with transformers' own attention. A form is right if the model runs, and if other images give other
-logits.
+A form is the shape of the images, and the arguments that describe them. Forms are tried with transformers' own
+attention. A form is right if the model runs, and if other images give other logits.
 """
 
 import inspect
@@ -14,22 +14,22 @@ from benchmarks.transformers_models.outcomes import EAGER, brief, distance
 from benchmarks.transformers_models.running import Inputs, generate, tokens
 
 Form = Callable[[int], Inputs]
-ROWS = 2  # prompts, each with one image
+ROWS = 2  # the number of prompts, each of which has one image
 IMAGE_TOKENS = ("image_token_id", "image_token_index", "image_patch_id")
 OF_IMAGE = ("mm_token_type_ids", "token_type_ids", "image_embeds_position_mask")  # arguments that mark the image tokens
 BEFORE, BEHIND, PAD = 3, 5, 2  # tokens before and after the image, and padding tokens in the first row
-SIDE, PATCH = 28, 14  # defaults if the configuration has no such sizes
+SIDE, PATCH = 28, 14  # defaults for configurations without an image size or a patch size
 
 
 class NoForm(Exception):
-    """The model takes images in none of the known forms."""
+    """The model accepts none of the known forms of images."""
 
 
 def image_inputs(model: Any) -> Inputs:
     """Inputs of `generate` for prompts with images, padded on the left.
 
     Raises:
-        NoForm: the model takes none of the known forms. The message is the first form's error.
+        NoForm: the model accepts none of the known forms. The message is the error of the first form.
     """
     reasons = []
     for form in forms(model):
@@ -46,7 +46,7 @@ def image_inputs(model: Any) -> Inputs:
 def forms(model: Any) -> list[Form]:
     """The possible forms of random images, as functions of a seed.
 
-    Forms that arguments of the forward pass identify come first.
+    Forms for models whose forward pass has special arguments come first.
     """
     takes = set(inspect.signature(model.forward).parameters)
     vision = getattr(model.config, "vision_config", None) or model.config
@@ -59,7 +59,7 @@ def forms(model: Any) -> list[Form]:
     found: list[Form] = []
 
     def add(name: str, *shapes: tuple[int, ...], **others: Any) -> None:
-        """Add a form for each of the shapes, if the forward pass takes the argument `name` of that form."""
+        """Add a form for each of the shapes, if the forward pass has the argument `name`, which belongs to the form."""
         arguments = {key: torch.as_tensor(value) for key, value in others.items()}
         if name in takes:
             found.extend(
@@ -110,7 +110,7 @@ def _noise(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def prompts(model: Any, pixels: Inputs) -> Inputs:
-    """Rows of text around the image tokens. There are only images if the model takes no text."""
+    """Inputs with text before and after the image tokens, or only images if the model takes no text."""
     takes = inspect.signature(model.forward).parameters
     inputs = dict(pixels)
     if "input_ids" in takes:

@@ -14,7 +14,7 @@ Result = tuple[torch.Tensor, ...]
 Run = Callable[[Any, str], Result]  # runs a model with the attention of this name
 
 EAGER, SDPA = "eager", "sdpa"
-ALLOWED = 1e-4  # largest relative error (by norms) in float32
+ALLOWED = 1e-4  # the largest relative error of our results (by norms) in float32
 ULP = 2.0**-8  # of bfloat16
 EQUAL, DIFFERS, REFUSED, CRASHES, NOT_JUDGED = "equal", "differs", "refused", "crashes", "not judged"
 
@@ -35,9 +35,11 @@ def brief(error: BaseException) -> str:
 def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) -> Outcome:
     """Compare our attention with the eager attention of `exact`, which is the model in float32.
 
-    If they differ, the results of `others` count as right too, because transformers' own attention may be wrong in one
-    way to use a model and right in another. So do the results of its SDPA attention, because some models' tokens see
-    padding, where eager and SDPA differ. `ours` is the model that runs with our attention, if it is another one.
+    Two other results count as right too. One is any result of `others`, because transformers' own attention may be
+    wrong in one way to use a model and right in another way. The other is the result of its SDPA attention, because
+    tokens of some models see padding, and there eager and SDPA differ.
+
+    `ours` is the model that runs with our attention, if it is not `model`.
     """
     try:
         right, allowed = _reference(model, exact, run)
@@ -67,7 +69,7 @@ def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) ->
 def _reference(model: Any, exact: Any, run: Run) -> tuple[Result, float]:
     """The right results, and the largest error allowed for ours.
 
-    If `model` is not `exact`, that is twice the error of the model's own attention, plus one rounding step of bfloat16.
+    If `model` is not `exact`, we allow twice the error of its eager attention, plus one rounding step of bfloat16.
     """
     right = _seeded(run, exact, EAGER)
     if not all(bool(tensor.isfinite().all()) for tensor in right):
@@ -81,6 +83,6 @@ def _seeded(run: Run, model: Any, attention: str) -> Result:
 
 
 def distance(found: Result, right: Result) -> float:
-    """The largest relative error of a tensor, by norms. It is NaN if any is NaN."""
+    """The largest relative error of any tensor, by norms. It is NaN if any of these errors is NaN."""
     offs = [(a.double() - b.double()).norm() / b.double().norm() for a, b in zip(found, right, strict=True)]
     return float(torch.stack(offs).max())

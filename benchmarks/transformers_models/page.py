@@ -1,4 +1,4 @@
-"""The tables of docs/transformers_models.md, which the sweep writes."""
+"""Writes and compares the tables of docs/transformers_models.md."""
 
 import collections
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ def rows_of(kind: str) -> dict[str, str]:
 
 
 def write(records: Sequence[Record]) -> None:
-    """Rewrite the rows of these families. Other rows stay."""
+    """Rewrite the rows of the families in `records`. Other rows do not change."""
     for kind in KINDS:
         rows = rows_of(kind) | {record["family"]: row(record) for record in records if record["kind"] == kind}
         rows = dict(sorted(rows.items()))

@@ -1,4 +1,4 @@
-"""Work on many items, each in its own process with a time limit, so that no item can end the others."""
+"""Runs many items, each in a separate process with a time limit, so that an item cannot stop the other items."""
 
 import multiprocessing
 import os
@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-Work = Callable[[T], Iterable[dict[str, Any]]]  # the dicts that it yields are merged into the item's record
+Work = Callable[[T], Iterable[dict[str, Any]]]  # yields dicts, which are merged into the item's record
 
 
 class Job:
@@ -20,7 +20,7 @@ class Job:
         self.pipe, theirs = context.Pipe(duplex=False)
         self.process = context.Process(target=_report, args=(work, item, theirs), daemon=True)
         self.process.start()
-        theirs.close()  # otherwise the end of the process would not close the pipe
+        theirs.close()  # otherwise the pipe would stay open after the process has ended
 
     @property
     def seconds(self) -> float:

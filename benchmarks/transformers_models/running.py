@@ -1,7 +1,7 @@
 """Ways to use a model. Each function runs it with one attention and returns tensors.
 
-Generation is forced to given tokens and returns their logits, so that no choice between two likely tokens hides or
-magnifies a difference.
+Generation is forced to given tokens and returns logits. If models chose their tokens, a choice between two likely
+tokens could hide or magnify a difference.
 """
 
 import logging
@@ -33,14 +33,14 @@ def padding(*, right: bool = False) -> torch.Tensor:
     return left.flip(1) if right else left
 
 
-DECODED = tokens(length=9, seed=5)  # tokens of a decoder with an encoder
+DECODED = tokens(length=9, seed=5)  # the decoder's tokens in an encoder-decoder model
 SEQUENCES = [tokens(1, length, seed=length)[0].tolist() for length in (5, 9, 3, 12)]
 PROMPTS = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 7, 30, 5)]
 PROMPTS.append([*PROMPTS[3][:20], 7, 8])  # shares a prefix with another prompt
 
 
 class Given(LogitsProcessor):
-    """A logits processor that makes `generate` choose given tokens, the same in each row."""
+    """A logits processor that makes `generate` choose given tokens. All rows get the same tokens."""
 
     def __init__(self) -> None:
         self._left = iter(tokens(1, NEW, seed=99)[0].tolist())
@@ -56,7 +56,7 @@ class Given(LogitsProcessor):
 
 
 def generate(model: Any, attention: str, inputs: Inputs | None = None, **options: Any) -> Result:
-    """The logits of given tokens, generated after prompts with padding on the left."""
+    """The logits while given tokens are generated, by default after prompts with padding on the left."""
     model.eval().set_attn_implementation(attention)
     inputs = in_dtype(model, inputs or {"input_ids": tokens(), "attention_mask": padding()})
     model.generation_config.update(pad_token_id=0, eos_token_id=None)
@@ -79,7 +79,7 @@ def static_cache(model: Any, attention: str) -> Result:
 
 
 def logits(model: Any, attention: str, mask: torch.Tensor | None = None) -> Result:
-    """The logits of one forward pass, without those of padding."""
+    """The logits of one forward pass, without the logits at padding."""
     model.eval().set_attn_implementation(attention)
     inputs = {"input_ids": tokens()} | ({} if mask is None else {"attention_mask": mask})
     decodes = model.config.is_encoder_decoder
@@ -111,15 +111,16 @@ def train(model: Any, attention: str, batches: Sequence[Inputs], weights: Sequen
 
 
 def padded_training(model: Any, attention: str) -> Result:
-    """Train on a batch with padding on the left. A decoder with an encoder has its own text, without padding."""
+    """Train on a batch with padding on the left. In encoder-decoder models, the decoder's text has no padding."""
     mask = padding()
     labels = tokens().masked_fill(mask == 0, -100)
-    labels[:, 1:][mask[:, :-1] == 0] = -100  # the prediction after padding is not specified
+    labels[:, 1:][mask[:, :-1] == 0] = -100  # the prediction at the last padding token is not specified
     labels = DECODED if model.config.is_encoder_decoder else labels
     return train(model, attention, [{"input_ids": tokens(), "attention_mask": mask, "labels": labels}])
 
 
-# The same prompts one at a time. Their results are right even if transformers' own attention lets tokens see padding.
+# These functions run the same prompts one at a time, without padding. So their results are right even for models in
+# which transformers' own attention lets tokens see padding.
 
 
 def rows_alone() -> list[torch.Tensor]:
@@ -155,9 +156,9 @@ def packed_training(model: Any, attention: str) -> Result:
 
 
 def packed_or_alone(model: Any, attention: str) -> Result:
-    """`packed_training` with our attention.
+    """`packed_training` with our attention. With transformers' eager attention, the sequences run one at a time.
 
-    For transformers' eager attention the sequences are run one at a time, which gives the same mean loss.
+    Both ways have the same mean loss.
     """
     if attention != EAGER:
         return packed_training(model, attention)
@@ -165,9 +166,9 @@ def packed_or_alone(model: Any, attention: str) -> Result:
 
 
 def continuous_batching(model: Any, attention: str) -> Result:
-    """The tokens of `generate_batch` with our attention.
+    """The tokens of `generate_batch`, with our attention or, for transformers' side, with `sdpa`.
 
-    For transformers it is run with `sdpa`, and must give the tokens of `generate`.
+    transformers' tokens must equal those of `generate`.
     """
     if attention == ragged.NAME:
         return _batched(model, ragged.PAGED_NAME)
@@ -178,9 +179,9 @@ def continuous_batching(model: Any, attention: str) -> Result:
 
 
 def absorbed_batching(model: Any, attention: str) -> Result:
-    """The tokens of `generate_batch` after `absorb_mla`.
+    """The tokens of `generate_batch` after `absorb_mla`, with our attention.
 
-    For transformers, whose batching does not page latents, they are those of `generate`.
+    transformers' side uses `generate`, because its batching has no pages of latents.
     """
     if attention == ragged.NAME:
         return _batched(model, ragged.PAGED_NAME)
@@ -218,7 +219,7 @@ def _alone(model: Any) -> Result:
 
 
 class Errors(logging.Handler):
-    """Keeps the last exception of a thread of continuous batching, which only logs it."""
+    """Keeps the last logged exception. Continuous batching only logs the exceptions of its thread."""
 
     last: BaseException | None = None
 

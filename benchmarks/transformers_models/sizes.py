@@ -1,7 +1,7 @@
-"""Sizes of tiny models, by the names that configurations use for them.
+"""Sizes of tiny models. A key is a name that configurations use for a size.
 
-Windows, chunks and top-k are smaller than the compared sequences, so that they have an effect, and heads are grouped.
-Heads with more than 256 dimensions in a family's own configuration also have more than 256 here.
+Windows, chunks and top-k are smaller than the compared sequences, so that they have an effect. Heads are grouped. If
+heads have more than 256 dimensions in a family's own configuration, they also have more than 256 here.
 """
 
 from typing import Any
@@ -9,13 +9,19 @@ from typing import Any
 VOCABULARY = 211
 LARGE_HEAD = 272  # the size of heads that have more than 256 dimensions in the family's own configuration
 
-# Names of the number of layers, of lists with an entry per layer, and of lists of layer numbers.
+# Names of arguments. LAYERS is the number of layers, KINDS_OF_LAYERS are lists with an entry per layer, and
+# NUMBERS_OF_LAYERS are lists of layer numbers.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
 KINDS_OF_LAYERS = (
     "layer_types", "layers_block_type", "block_types", "attention_layers", "indexer_types", "no_rope_layers",
     "mlp_layer_types", "layer_rope_theta",
 )  # fmt: skip
-NUMBERS_OF_LAYERS = ("mlp_only_layers", "full_attn_idxs", "deepstack_visual_indexes", "moe_layers")  # each becomes [0]
+NUMBERS_OF_LAYERS = (
+    "mlp_only_layers",
+    "full_attn_idxs",
+    "deepstack_visual_indexes",
+    "moe_layers",
+)  # such a list becomes [0]
 
 _TOKENS: dict[str, Any] = {
     "vocab_size": VOCABULARY, "unpadded_vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY,
@@ -105,7 +111,7 @@ _NOISE = dict.fromkeys((
 ), 0.0)  # fmt: skip
 
 SIZES = _TOKENS | _WIDTHS | _HEADS | _LATENTS | _REACH | _EXPERTS | _RECURRENCE | _COUNTS | _NOISE
-# Sizes of the parts that read no text. Each of their heads has its own keys and values.
+# The sizes of parts that read no text, such as images. Their query heads do not share KV heads.
 OF_ENCODERS = SIZES | {
     "num_attention_heads": 4, "num_key_value_heads": 4, "num_heads": 4,
     "hidden_size": 64, "intermediate_size": 48,

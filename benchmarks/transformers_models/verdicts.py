@@ -1,8 +1,9 @@
 """The verdict on a family, from its record.
 
-A record has "family" and "kind". As far as the family came, it also has "unbuilt" or "refused" (the reason), "checks"
-(outcomes by column), "calls" (the result of each attention call: class, operation, reason), "kinds" and "own" of
-`watching`, and "ended".
+A record has "family" and "kind". The other fields depend on how far the family came: "unbuilt" is the reason why no
+model could be built, "checks" are the outcomes by column, and "calls" are the results of the attention calls (class,
+operation, reason). "kinds" and "own" come from `watching`. "text_only" is the reason why the model runs without images,
+and "ended" the reason why the process failed.
 """
 
 from collections.abc import Mapping
@@ -15,7 +16,10 @@ COLUMNS = ("generate", "logits", "static cache", "padded", "packed", "batching",
 WRONG = (DIFFERS, CRASHES)
 SIGNS = {EQUAL: "=", DIFFERS: "differs", REFUSED: "refused", CRASHES: "crashes", NOT_JUDGED: ""}
 DENSE = "dense attention in torch"
-OF_ABSORBED = ("Absorbed", "Indexed")  # how the class names of absorbed models begin; these have their own column
+OF_ABSORBED = (
+    "Absorbed",
+    "Indexed",
+)  # how the class names in absorbed models begin; the column "absorbed" covers their calls
 
 
 def verdict(record: Record) -> str:

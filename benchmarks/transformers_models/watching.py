@@ -21,7 +21,7 @@ SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product_attention")
 
 
 class Watched:
-    """The kinds of attention that ours is called for, and the classes of modules that compute attention themselves."""
+    """The kinds of attention for which ours is called, and the classes of modules that compute attention themselves."""
 
     def __init__(self, model: Any) -> None:
         names = {type(module).__name__ for module in model.modules()}
@@ -30,7 +30,7 @@ class Watched:
 
 
 class OwnSoftmax(TorchFunctionMode):
-    """Records the innermost attention module around each softmax over keys that is not ours."""
+    """Records every softmax outside our attention, by the class of the innermost attention module that computes it."""
 
     def __init__(self, watched: Watched) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class OwnSoftmax(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         name = getattr(function, "__name__", "")
-        # routers have two dimensions
+        # scores of attention have more than two dimensions; a router's scores have two
         if name in SOFTMAX and not self.within_ours and self.modules and args and args[0].ndim > 2:
             self.watched.own.add(self.modules[-1])
         return function(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class OwnSoftmax(TorchFunctionMode):
 def watching(model: Any) -> Iterator[Watched]:
     """A context in which a model is watched.
 
-    The calls of our attention are seen for all models.
+    While it is active, the calls of our attention by any model are recorded.
     """
     watched = Watched(model)
     mode = OwnSoftmax(watched)
