@@ -210,9 +210,9 @@ def test_a_covering_part_has_all_pairs_of_values():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda out: out.masked_fill(out == out[0, 0, 0], math.inf), r"1 of 8 are \+inf in one alone"),
-        (lambda out: out.masked_fill(out == out[0, 0, 0], -math.inf), "1 of 8 are -inf in one alone"),
-        (lambda out: out.masked_fill(out == out[0, 0, 0], math.nan), "1 of 8 are NaN in one alone"),
+        (lambda out: out.masked_fill(out == out[0, 0, 0], math.inf), r"1 of 8 are \+inf in only one array"),
+        (lambda out: out.masked_fill(out == out[0, 0, 0], -math.inf), "1 of 8 are -inf in only one array"),
+        (lambda out: out.masked_fill(out == out[0, 0, 0], math.nan), "1 of 8 are NaN in only one array"),
         (lambda out: out * 1.02, "8 of 8 elements are out of bounds"),
         (lambda out: out * 1.003, None),
         (lambda out: out * 1.015, "expected a cosine difference <= 7e-06, got 0.000111"),

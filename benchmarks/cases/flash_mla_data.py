@@ -46,7 +46,7 @@ def close(got: torch.Tensor, want: torch.Tensor, what: str) -> None:
     got, want = got.double(), want.double()
     for name, where in (("+inf", torch.isposinf), ("-inf", torch.isneginf), ("NaN", torch.isnan)):
         if bool((differs := where(got) != where(want)).any()):
-            raise AssertionError(f"{what}: {int(differs.sum())} of {differs.numel()} are {name} in one alone")
+            raise AssertionError(f"{what}: {int(differs.sum())} of {differs.numel()} are {name} in only one array")
     got, want = (torch.where(torch.isfinite(values), values, 0.0) for values in (got, want))
     error = (got - want).abs()
     bad = (error >= absolute) & (error / (want.abs() + 1e-6) >= relative)
