@@ -8,8 +8,8 @@ over the original rows. `rms` is the error's root mean square, and `largest` its
 the root mean square of the result. bfloat16 pages show the error of a cache without quantisation. Formats without scale
 pages have one scale for K and one for V: the largest magnitude divided by the largest number of the format.
 
-There are three kinds of rows. Gaussian rows are the first. In Gaussian rows with outliers, 4 % of the columns of K are
-10 to 20 times as large, as in the keys of language models. The third kind are the rows of the demo's trained model,
+There are three kinds of rows. The first kind is Gaussian. The second kind is Gaussian with outliers: 4 % of the columns
+of K are 10 to 20 times as large, as in the keys of language models. The third kind comes from the demo's trained model,
 whose heads of 16 columns are too narrow for blocks of 32.
 
 `--save` writes benchmarks/results/cache_formats.json and the tables of docs/cache_formats.md. `--times` also times
@@ -54,7 +54,7 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q [T, H, D], k and v [
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A format to measure: without `form`, pages of the dtype `name` without scale pages; else rows with scales."""
+    """A format to measure. With `form`, rows have scales. Otherwise pages have the dtype `name`, and no scale pages."""
 
     name: str
     form: KvFormat | None = None
@@ -164,7 +164,7 @@ def datasets() -> dict[str, list[Rows]]:
 
 
 def stored(form: Format, k: torch.Tensor, v: torch.Tensor, backend: str) -> dict[str, Any]:
-    """The rows, stored in pages of a format, as arguments of the attention."""
+    """Arguments for attention over the rows, which are stored in pages of the format."""
     count, heads, width = k.shape
     pages = -(-count // PAGE_SIZE)
     sides = [form.empty(width, pages, heads) for _ in range(2)]

@@ -55,7 +55,7 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The device, and its measured rates, or None."""
+    """The device. Its rates are None if they were not measured."""
 
     framework: str
     gpu: bool

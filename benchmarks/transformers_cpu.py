@@ -1,4 +1,4 @@
-"""Run models of transformers on this machine's CPU with our attention and with its own.
+"""Run models of transformers on this machine's CPU, with our attention and with transformers' own.
 
     python -m benchmarks.transformers_cpu [--modes prompts,decode] [--dtypes float32] [--rounds 5] [--save]
 

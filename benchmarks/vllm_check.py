@@ -11,9 +11,9 @@ see one another, small chunks, and prompts that stay in view. Models with such m
 Run it in a separate environment with vLLM for CPUs and this package. docs/vllm.md explains how to make one. Each model
 is a checkpoint with random weights: a few layers with the features that matter, such as grouped heads, windows, soft
 caps, sinks and latents. Each model is served twice, in two processes. The prompts have several lengths and do not fit
-into one step, so that batches mix chunks of prompts and decodes. Encoders embed the prompts, and an
-encoder-decoder model transcribes random sounds. The exit code is 1 if a run fails or a token differs. In bfloat16, with
-8-bit caches and for embeddings, it is 1 if the mean difference of the numbers exceeds a bound.
+into one step, so that batches mix chunks of prompts and decodes. Encoders embed the prompts, and an encoder-decoder
+model transcribes random sounds. The exit code is 1 if a run fails or a token differs. In bfloat16, with 8-bit caches
+and for embeddings, it is 1 if the mean difference of the numbers exceeds a bound.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Model:
     gap: float | None = None
     task: str = "generate"  # also "embed", "transcribe" or "look"
     toward_zero: bool = False  # round keys and values toward zero to e4m3 before our backend writes them
-    # Our side has an nvfp4 cache. vLLM's has a cache without scales, with keys and values that are rounded to nvfp4.
+    # Our side has an nvfp4 cache. vLLM's side has a cache without scales, whose keys and values are rounded to nvfp4.
     is_nvfp4: bool = False
     # The other side: vLLM's CPU backend, its Triton backend, or transformers if vLLM needs our backend for the model.
     against: str = "vllm"
@@ -224,8 +224,8 @@ MODELS = {
         against=REFERENCE,
         sees=lambda q, k, prompt: q // 8 - k // 8 <= 1,
     ),
-    # vLLM loads this Llama as a DeepSeek without latents and experts. Unlimited-OCR's text model, whose prompts stay in
-    # view, is such a DeepSeek with experts.
+    # vLLM loads this Llama as a DeepSeek without latents and experts. The text model of Unlimited-OCR, in which prompts
+    # stay in view, is a DeepSeek with experts.
     "llama (prompts that stay in view)": Model(
         "LlamaConfig",
         "LlamaForCausalLM",
@@ -355,7 +355,7 @@ MODELS |= {
     ),
 }
 MODELS |= {
-    # Blocks of 128 keys, in pages of 32 and of 128, the size that vLLM's own kernels require.
+    # Blocks have 128 keys. vLLM's own kernels require pages of 128, but ours also take other pages.
     name: Model(
         _M3,
         "MiniMaxM3VLForCausalLM",

@@ -182,10 +182,10 @@ def rows(*shape: int) -> Any:
 
 
 def of_layers(case: Case, backend: str | None) -> tuple[float, float, float, float]:
-    """The share of bytes that differ, then three largest cosine differences.
+    """The share of bytes that differ, then three cosine differences.
 
-    They are the differences between our result and the rule (attention in float64), between vLLM's result and the rule,
-    and between our result and vLLM's.
+    They are the largest differences between our result and the rule (attention in float64), between vLLM's result and
+    the rule, and between our result and vLLM's.
     """
     import torch
 

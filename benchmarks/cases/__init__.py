@@ -1,1 +1,1 @@
-"""Named shapes by family: what they need at least, and their inputs for every framework."""
+"""Named shapes of each family of operations, with their floors and their inputs for every framework."""

@@ -22,7 +22,7 @@ K = 1024
 # The length of the block of random values that fills inputs by repetition. It is prime, so no two pages or rows are
 # equal.
 BLOCK = 4_194_301
-ROWS = 4  # rows that are checked in each span
+ROWS = 4  # the number of rows that are checked in each span
 Tables = dict[str, np.ndarray]  # index arguments by name
 Compared = Iterator[tuple[str, np.ndarray, np.ndarray]]  # (a name, some rows of the result, the expected rows)
 FORWARD = ("out", "lse")  # results of the forward pass that the gradient needs
@@ -32,7 +32,7 @@ class Case(AnySample, abc.ABC):
     """One batch: lengths of its sequences, heads and options."""
 
     name: str
-    workload: str  # such as "W1", under which tables report the case; "-" if no table does
+    workload: str  # the name under which tables report the case, such as "W1"; "-" if no table reports it
     dtype: str
     num_tokens: int
     backward: bool = False
@@ -152,9 +152,9 @@ class Case(AnySample, abc.ABC):
     def check(self, inputs: dict[str, Any], out: Any, to_numpy: Any) -> None:
         """Raise AssertionError if `out`, or any gradient of a backward case, is wrong.
 
-        At full size the reference would take hours, so only some rows of some sequences are checked. Their keys are
-        gathered from the inputs of the run, and the reference computes them in float64. `to_numpy` copies arrays to the
-        host: floats as float64, 8-bit floats as their bits.
+        At full size the reference would take hours, so only some rows of some sequences are checked. The reference
+        computes these rows in float64, from keys that are gathered from the inputs of the run. `to_numpy`
+        copies arrays to the host: floats as float64, 8-bit floats as their bits.
         """
         from ragged_attention.testing.compare import agrees
 

@@ -81,7 +81,7 @@ class DecodeCase(Case):
     all_invalid: bool = False
     sinks: bool = False
     extra: Lists | None = None
-    fp8: bool | None = None  # whether the cache is fp8; by default it is for sparse cases, as in FlashMLA
+    fp8: bool | None = None  # whether the cache is fp8; by default only in sparse cases, as in FlashMLA
     layout: str | None = None  # byte layout of the cache; None is the format's default
 
     @property

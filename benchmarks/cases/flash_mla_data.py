@@ -1,8 +1,9 @@
-"""Inputs for FlashMLA's test cases, made by its rules, its comparison, and a float32 oracle without our code.
+"""Inputs of FlashMLA's test cases, expected results, and their comparison.
 
-The rules make memory hostile. Data that no query refers to is NaN, including the scales of quantised caches. Pages are
-shuffled, every array is part of a larger one, page-table entries past a sequence's length are garbage, and lists
-contain invalid indices.
+Inputs and comparison follow FlashMLA's own rules. An oracle in float32, which uses none of our code, computes the
+expected results. The rules make memory hostile. Data that no query refers to is NaN, including the scales of quantised
+caches. Pages are shuffled, every array is part of a larger one, page-table entries past a sequence's length are
+garbage, and lists contain invalid indices.
 """
 
 import dataclasses
@@ -117,7 +118,7 @@ def mha_results(arguments: dict[str, Any], d_out: torch.Tensor) -> tuple[torch.T
 
 
 def metadata(case: DecodeCase, arguments: dict[str, Any], form: str) -> dict[str, Any]:
-    """The schedule arguments. The arguments of `get_mla_metadata`, which returns them, depend on the release `form`."""
+    """The schedule arguments, from `get_mla_metadata`. Its own arguments depend on the release `form`."""
     if form != "e0":
         return dict(zip(("tile_scheduler_metadata", "num_splits"), flash_mla.get_mla_metadata(), strict=True))
     fp8 = arguments.get("is_fp8_kvcache", False)
@@ -152,7 +153,7 @@ def decode_inputs(case: DecodeCase, device: str, dtype: torch.dtype = torch.bflo
         "head_dim_v": D_V,
         "softmax_scale": case.d_qk**-0.55 if case.form != "e0" and case.lists else None,
         "causal": case.causal,
-        # The newest release is called with another argument instead of `is_fp8_kvcache`.
+        # Cases of the newest release pass `cache_layout`, and leave `is_fp8_kvcache` at its default.
         **({"cache_layout": case.layout} if case.form == "e4" else {"is_fp8_kvcache": case.quantized}),
         "indices": main.get("indices"),
         "attn_sink": maker.sinks(case.h_q) if case.sinks else None,
@@ -378,7 +379,7 @@ def rows_of(cache: torch.Tensor, slots: torch.Tensor, layout: str | None = None)
         scales = rows[..., 512:528].contiguous().view(torch.float32).repeat_interleave(128, -1)
         values, rotary = rows[..., :512], rows[..., 528:]
     else:
-        pages = codes.as_strided((len(codes), codes[0].numel()), (codes.stride(0), 1))  # a page's rows are packed
+        pages = codes.as_strided((len(codes), codes[0].numel()), (codes.stride(0), 1))  # a page's bytes are contiguous
 
         def bytes_at(first: torch.Tensor, count: int) -> torch.Tensor:
             return pages[page[..., None], first[..., None] + torch.arange(count, device=cache.device)]
@@ -451,7 +452,7 @@ def decode_oracle(
 def _selected(
     cache: torch.Tensor, indices: torch.Tensor, lengths: torch.Tensor | None, seq: int, layout: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys [s_q, topk, 1, d] in lists [s_q, topk], 0 for invalid entries, and a mask of the valid entries."""
+    """(keys [s_q, topk, 1, d] of lists [s_q, topk], mask of the valid entries). Keys of invalid entries are 0."""
     valid = (indices >= 0) & (indices < cache.shape[0] * cache.shape[1])
     if lengths is not None:
         valid &= torch.arange(indices.shape[1], device=indices.device) < lengths[seq].reshape(-1, 1)

@@ -32,7 +32,7 @@ def list_entries(case: Any) -> int:
 
 
 def named_pairs(case: Any, *, causal: bool) -> tuple[int, int]:
-    """The numbers of visible pairs of a query and a key, and of keys that any query sees, averaged over KV heads."""
+    """(visible pairs of a query and a key, keys that any query sees), as averages over the KV heads."""
     pairs = keys = 0
     lists, start = lists_of(case), 0
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):

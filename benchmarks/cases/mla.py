@@ -90,7 +90,8 @@ class LatentCase(Case, LatentSample):
     def needed_rows(self) -> tuple[int, int]:
         """The number of rows of each cache that at least one query sees.
 
-        The lists of a sequence overlap as little as possible, so the rows are all listed ones, at most `max_len`.
+        The lists of a sequence overlap as little as possible, so a sequence needs one row per list entry, up to all
+        `max_len` rows.
         """
         if not self.topk:
             window = self.sliding_window or self.max_len
@@ -144,7 +145,7 @@ class LatentCase(Case, LatentSample):
         )
 
     def calls(self, device: Device) -> Iterator[Call]:
-        """The calls of a serving step. A prefill over packed rows adds both forms of its gradient."""
+        """The calls of a serving step. A prefill over packed rows adds its gradient, without and with determinism."""
         yield self.attention_call(device)
         yield self.call("write_mla_cache", device)
         yield self.call("latent_norm_rope_write", device)
@@ -169,7 +170,7 @@ class LatentCase(Case, LatentSample):
         return generator.permutation(count + 1)[:count].reshape(self.max_num_seqs, -1).astype(np.int32)
 
     def _lists(self, topk: int, page_size: int, generator: np.random.Generator) -> np.ndarray:
-        """Distinct random positions of the sequence for every query token, as slots. Entries beyond its length are -1.
+        """Distinct random positions of the sequence for every query token, as slots. Longer lists end with -1.
 
         All positions of a sequence are put in one random order, and each list is a contiguous piece of it. The pieces
         begin at evenly spaced places, assigned to the queries at random, so a sequence's lists overlap as little as

@@ -118,8 +118,9 @@ class PagedCase(Case, Sample):
     def scaled_down(self, *, length: int = 77, sequences: int = 4) -> "PagedCase":
         """A small case of the same kind, with the same head size, GQA ratio, page size and options.
 
-        The longest sequence gets about `length` positions, and the window shrinks in proportion. One sequence of each
-        kind is selected first. A kind is a number of queries, and whether the sequence is the longest.
+        The longest sequence gets about `length` positions, and the window shrinks in proportion. At most
+        `sequences` sequences remain: first one sequence of each kind, then others. A kind is a number of queries, and
+        whether the sequence is the longest.
         """
         factor = max(1.0, max(self.kv_lens) / length)
         kinds = [(q_len, kv_len == max(self.kv_lens)) for q_len, kv_len in zip(self.q_lens, self.kv_lens, strict=True)]

@@ -29,7 +29,7 @@ from ragged_attention.reference.varlen_attention import varlen_attention
 from ragged_attention.reference.varlen_attention_backward import attend_backward, row_terms
 from ragged_attention.tools.samples import FakeArray, VarlenSample
 
-# inputs that only the gradient has; its others are inputs or results of the forward pass
+# inputs of a gradient that the forward pass neither takes nor returns
 GRADIENT_INPUTS = ("d_out", "d_lse", "return_d_relative_bias")
 
 
@@ -289,7 +289,7 @@ def _invariant(name: str, heads: tuple[int, int], width: int, **options: Any) ->
     )  # fmt: skip
 
 
-# As in upstream's benchmark, every batch has 16k tokens, so a batch of longer sequences has fewer of them.
+# As in upstream's benchmark, every batch has 16k tokens, so a batch of longer sequences has fewer sequences.
 _SHAPES = (((128, 128), (16, 16)), ((192, 128), (16, 16)))
 _ALL = (
     *(

@@ -18,7 +18,7 @@ class Chain(NamedTuple):
     """The chain in one iteration of a consumer's loop."""
 
     cycles: int  # issue cycles from the wait for the last QK product to the first PV product
-    waits: int  # waits for all products in flight, from the first QK product to the wait for the last one, included
+    waits: int  # waits for all products in flight, up to and including the wait for the last QK product
     at_times: int = 0  # further issue cycles of code that a branch can skip, such as a rescaling that is rarely needed
 
 

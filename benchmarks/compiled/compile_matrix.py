@@ -324,7 +324,7 @@ def small_products(rows: Iterable[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row], version: str = "") -> list[str]:
-    """One line for each reason why a compiled kernel must not ship. `version` is Triton's version, "" the newest."""
+    """One line for each reason why a compiled kernel must not ship. `version` is Triton's, or "" for the newest."""
     checks = (fit_failure, fence_failure, wgmma_failure, loop_failure)
     reasons = ((row, check(row, version)) for row in rows for check in checks)
     return [f"{row.where}: {reason}" for row, reason in reasons if reason]
@@ -340,7 +340,7 @@ def fit_failure(row: Row, version: str = "") -> str | None:
 
 
 def fence_failure(row: Row, version: str = "") -> str | None:
-    """The number of wgmma that may read copies too early, as a message, or None.
+    """A message with the number of wgmma instructions that may read copies too early, or None.
 
     Blackwell is not checked: there only the compiler could add a missing fence.
     """
@@ -436,7 +436,7 @@ def _only(names: Sequence[str] | None, archs: Sequence[str], version: str, optio
 
 
 def _everything(version: str, options: argparse.Namespace) -> int:
-    """Compile everything that has not passed before. With `--check`, also compile a sample of the rest again."""
+    """Compile all that has not passed before. With `--check`, also compile a sample of what has passed."""
     planned = plan(None, compiling.ARCHITECTURES)
     passed = set() if options.afresh else load_passed(version)
     passed_before = sorted(planned.keys() & passed)
@@ -445,7 +445,7 @@ def _everything(version: str, options: argparse.Namespace) -> int:
     saved = time.monotonic()
 
     def record(digest: str, row: Row) -> None:
-        """Record a passed digest. All are saved every SAVED_EVERY seconds, so that an interrupted run can resume."""
+        """Record a passed digest. Every SAVED_EVERY seconds, save them, so that an interrupted run can resume."""
         nonlocal saved
         if not failures([row], version):
             passed.add(digest)

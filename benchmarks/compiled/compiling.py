@@ -65,7 +65,7 @@ def _scalar(value: Any) -> tuple[str, list[Any]]:
 def _operand(array: Any, amd: bool) -> tuple[str, list[Any]]:
     """The type and the attributes of a pointer.
 
-    It is aligned like newly allocated memory. On AMD, arrays below 2 GiB are marked, as the launcher does.
+    It is aligned like newly allocated memory. On AMD, arrays below 2 GiB are marked, as the launcher marks them.
     """
     attributes: list[Any] = [["tt.divisibility", 16]]
     size = ITEMSIZE.get(dtype_name(array), 8) * math.prod(array.shape)

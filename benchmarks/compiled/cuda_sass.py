@@ -35,9 +35,10 @@ REGISTERS = 168
 CONSUMERS, REGISTER_FILE = 2, 65536 // 128
 # the kernels without matrix products: two merge splits, and Deal makes a schedule
 HELPERS = ("Combine<", "NarrowCombine<", "Deal")
-# the start of a kernel's name whose warps multiply independently, on rows fetched by bulk copies
+# A kernel whose name starts like this multiplies in independent warps, on rows fetched by bulk copies.
 NARROW = "Narrow<"
-DENSE = ", false>"  # the end of a kernel's name that finds keys through a page table and fetches them by TMA
+# A kernel whose name ends like this finds keys through a page table and fetches them by TMA.
+DENSE = ", false>"
 # The loads per iteration that may wait for an earlier load. These producers lack registers for all loads at once.
 SERIAL = {"Fp8V4": 3, "V41": 5}
 RESERVED = 1024  # bytes of a thread block's shared memory that the system reserves
@@ -118,7 +119,7 @@ template <class T> constexpr size_t size_of(long) {{ return 0; }}
 
 
 def shared_memory(found: Sequence[sass.Kernel]) -> dict[str, int]:
-    """Kernel body -> the bytes of shared memory that its launch requests, which is the size of its `Smem` in g++."""
+    """Kernel body -> the bytes of shared memory that its launch requests (the size of its `Smem`, from g++)."""
     bodies = sorted({kernel.type for kernel in found})
     recipe = kernels.emulation_recipe()
     lines = "\n".join(f"char size_{index}[1 + size_of<{body}>(0)];" for index, body in enumerate(bodies))

@@ -21,7 +21,7 @@ END = re.compile(r"^(?:ret|exit|trap);")
 
 # Patterns for Triton's GPU IR (TTGIR).
 VIEW = re.compile(r"(%[\w.]+) = ttg\.memdesc_\w+ (%[\w.]+)")
-# filled by threads, or not shared memory at all
+# operands that threads fill, or that are not in shared memory
 FILLED = re.compile(r"(%[\w.]+) = (?:ttg\.local_alloc %|ttng\.tmem_alloc )")
 COPIED = re.compile(r"ttg\.async_copy_global_to_local %[\w.#]+, (%[\w.]+)")
 OPERANDS = re.compile(r"ttng\.(?:warp_group_dot|tc_gen5_mma) (%[\w.#]+), (%[\w.#]+), .*? : (tensor|!ttg\.memdesc)<")

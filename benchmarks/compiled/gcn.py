@@ -267,7 +267,7 @@ class Turn:
 
     cycles: float
     least_wait: int | None  # loads and stores still in flight after the strictest wait for memory
-    lead: float  # fewest cycles between the request for keys and the wait for them, which hide latency
+    lead: float  # fewest cycles from the request for keys to the wait for them; they hide memory latency
     in_flight: int  # most bytes of keys in flight
 
 

@@ -70,7 +70,7 @@ def keep_busy(busy: dict[str, float], step: Step, walks: Sequence[Walk]) -> None
 
 
 def seconds(step: Step, walks: Sequence[Walk], latency: float) -> float:
-    """The least time of a kernel whose iterations wait for memory: of all programs together or of the longest one."""
+    """The least time of a kernel whose iterations wait for memory: of all programs, or of the longest program."""
     if not walks[0].programs:
         return math.inf  # the kernel does not fit a multiprocessor
     resident = min(walks[0].programs, step.working / MULTIPROCESSORS)

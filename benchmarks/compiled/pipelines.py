@@ -65,7 +65,7 @@ class Walk:
 
     @property
     def pipelined(self) -> bool:
-        """Whether the loop prefetches: while it waits for one block of keys, another is in flight."""
+        """Whether the loop prefetches: while it waits for one block of keys, another block is in flight."""
         return bool(self.least_wait) and self.blocks >= LEAST_BLOCKS
 
     def turn(self, latency: float, resident: float = 1) -> float:

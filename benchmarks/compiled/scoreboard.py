@@ -4,8 +4,8 @@
 instruction has control bits with the cycles until the next instruction may issue, the barrier (one of six) that its
 result sets, the barrier that is set once its operands are read, and the barriers that it waits for. Copies to shared
 memory form groups (LDGDEPBAR) on such a barrier, and `DEPBAR.LE SB0, n` waits until at most n groups are in flight. For
-instructions without a fixed latency, this module assumes one. It issues a loop as a warp would, with all warps of the
-program in step, until every iteration takes the same time.
+instructions without a fixed latency, this module assumes a latency. It issues a loop as a warp would, with all warps of
+the program in step, until every iteration takes the same time.
 
 The latencies are rounded from published measurements on Hopper. The caller gives the latency of memory: 1000 to 1500
 cycles under load, about 700 without. The results are good for ratios between loops, not for absolute times.
@@ -147,7 +147,7 @@ def keys_of(line: Instruction) -> int:
 
 
 def use(line: Instruction, num_warps: int) -> tuple[str, float, float]:
-    """(unit, cycles for which all warps' instruction occupies it, latency after these cycles).
+    """(unit, cycles for which the instructions of all warps occupy it, latency after these cycles).
 
     The unit is "" for an instruction that never waits for a unit.
     """

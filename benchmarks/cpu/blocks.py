@@ -21,7 +21,8 @@ from rich.table import Table
 from ragged_attention.portable.numba._products import WIDE, product_of
 from ragged_attention.portable.numba._vectors import LANES, PAIRS, add_product, add_products_of_pairs
 
-# Like queries of a prompt, columns of a head (or pairs of columns) and keys. They are multiples of every block size.
+# They stand for queries of a prompt, columns of a head (or pairs of columns), and keys. They are multiples of every
+# block size.
 ROWS, KEYS, COLUMNS = 384, 64, 192
 WIDTHS = (1, 2, 3, 4, 6)
 

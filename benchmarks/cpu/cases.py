@@ -198,7 +198,7 @@ class Ranged(Paged):
 class Listed(Paged):
     """Sparse attention. Each query and KV head has its own list of blocks.
 
-    A list names 2048 of the keys up to the query's own position.
+    The blocks of a list contain 2048 keys. Only keys up to the query's own position are visible.
     """
 
     block_size: int

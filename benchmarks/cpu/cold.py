@@ -2,7 +2,7 @@
 
     python -m benchmarks.cpu.cold [--save]
 
-Each call is the first one of its own process. Imports are not timed. With --save the table goes to
+Each call is the first call of a new process. Imports are not timed. With --save the table goes to
 docs/cpu_measured.md.
 """
 

@@ -63,7 +63,7 @@ def write(record: Mapping[str, Any]) -> None:
 
 
 def summary(every: Iterable[Mapping[str, Any]]) -> str:
-    """A table of all records: the median of peers' times relative to ours, and the lowest with its case and peer."""
+    """A table of all records: the median ratio of peers' times to ours, and the lowest with its case and peer."""
     lines = ["| CPU | date | threads | median | lowest |", "|---|---|---|---|---|"]
     for record in every:
         for run in record["runs"]:

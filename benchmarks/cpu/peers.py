@@ -322,7 +322,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def over_gathered(inputs: dict[str, torch.Tensor], lens: Sequence[tuple[int, int]], attend: Attend) -> torch.Tensor:
-    """The attention of all sequences. `attend` computes one from q [K, H / K, Q, D] and keys and values [K, N, D]."""
+    """The attention of all sequences. `attend` computes one sequence, from q [K, H / K, Q, D], k and v [K, N, D]."""
     q, k, v, table = (inputs[name] for name in ("q", "k", "v", "page_indices"))
     page_size, heads, width = k.shape[1:]
     out, start = torch.empty_like(q), 0

@@ -23,7 +23,7 @@ WITHOUT_PDL, WITHOUT_PEERS = "without-pdl", "without-peers"
 FURTHEST = 3  # number of cases that are profiled
 SPACE = 8  # time limits in a rehearsal on a CPU are this many times as long
 NEVER_REACHED, RUN_ALREADY = 1, 3  # values of `Record.turns`
-REPEATED, MOST_REPEATS = 75.0, 9  # the seconds for all repeated phases together, and their greatest number
+REPEATED, MOST_REPEATS = 75.0, 9  # the seconds for all repeated phases together, and the greatest number of such phases
 ENOUGH = 10.0  # seconds after which an item without an answer counts as hanging, even if its own limit is longer
 TELLING = 6  # the most failed items that are run in other ways, one for each kind of failure
 # Many processes share the cores. Without this setting, each product of the reference would use all cores.
@@ -199,7 +199,7 @@ def _repeats(record: Record) -> Iterator[Phase]:
 
 
 def phases(call: str, record: Record) -> Iterator[Phase]:
-    """The phases of a call. Later ones may depend on the results of earlier ones in the record."""
+    """The phases of a call. Later phases may depend on the results of earlier phases in the record."""
     if call == "prove":
         yield from PROVE
         return

@@ -160,7 +160,7 @@ def end_all(workers: Iterable[Worker]) -> None:
 
 @dataclasses.dataclass
 class Pool:
-    """Processes that stay from phase to phase. A phase reuses those that were started in the way it needs."""
+    """Processes that stay from phase to phase. A phase reuses processes that were started as it needs them."""
 
     device: str
     idle: list[Worker] = dataclasses.field(default_factory=list)

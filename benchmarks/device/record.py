@@ -27,7 +27,7 @@ Line = dict[str, Any]
 
 
 def read(path: Path) -> Iterator[Line]:
-    """The lines of a record. Incomplete lines are skipped, since a killed call may leave one."""
+    """The lines of a record. Incomplete lines are skipped, since a killed call may leave such a line."""
     for text in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             line = json.loads(text)

@@ -18,7 +18,7 @@ Outputs = tuple[Any, Any]  # our results, the reference's results
 
 
 def planned(wrapper: Any, inputs: Mapping[str, Any], names: tuple[str, ...], reference: Callable[..., Any]) -> Outputs:
-    """The results of our wrapper, which is planned and run, and of the reference.
+    """(results of our wrapper after `plan` and `run`, results of the reference).
 
     The reference gets the tensors, then those arguments of the plan that `names` lists, then the scale.
     """

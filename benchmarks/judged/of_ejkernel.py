@@ -74,7 +74,7 @@ def paged_latents(
 ) -> Any:
     """`multi_latent_ragged_page_attention`.
 
-    The kernel first writes the new rows of this step. The cache already contains them, so they are read from it.
+    The kernel first writes the new rows of this step. They are copied from the cache, which already contains them.
     """
     import jax.numpy as jnp
 

@@ -142,7 +142,7 @@ def fla_decode(
     triton_interpreter.quicken()
     decoding = importlib.import_module("fla.ops.attn.decoding")
     tuner = decoding.naive_attn_decoding_kernel.fn
-    tuner.configs = tuner.configs[:1]  # one configuration: they differ only in warps, and a choice by time needs a GPU
+    tuner.configs = tuner.configs[:1]  # the configurations differ only in warps, and timing them would need a GPU
     k, v = (
         torch.cat(
             [pages[table.long()].flatten(0, 1)[:kv_len] for table, kv_len in zip(page_indices, kv_lens, strict=True)]

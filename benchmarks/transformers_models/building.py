@@ -60,7 +60,7 @@ def configuration(family: str, kind: str) -> Any:
 
 def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[str, Any]:
     """Arguments with which a configuration is small. For a nested configuration, the argument is a dict."""
-    config.allow_global_per_layer_attribute_access = True  # allows to read sizes that differ by layer
+    config.allow_global_per_layer_attribute_access = True  # allows reading sizes that differ by layer
     counts = {name: value for name in LAYERS if isinstance(value := getattr(config, name, None), int)}
     count = next(iter(counts.values()), 0)
     layers = layers_kept(config, count)

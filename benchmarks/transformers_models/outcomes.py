@@ -35,9 +35,9 @@ def brief(error: BaseException) -> str:
 def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) -> Outcome:
     """Compare our attention with the eager attention of `exact`, which is the model in float32.
 
-    Two other results count as right too. One is any result of `others`, because transformers' own attention may be
-    wrong in one way to use a model and right in another way. The other is the result of its SDPA attention, because
-    tokens of some models see padding, and there eager and SDPA differ.
+    If they differ, results of two other kinds also count as right. The first kind are the results of `others`, because
+    transformers' own attention may be wrong in one way to use a model and right in another way. The second kind is the
+    result of its SDPA attention, because tokens of some models see padding, and there eager and SDPA differ.
 
     `ours` is the model that runs with our attention, if it is not `model`.
     """

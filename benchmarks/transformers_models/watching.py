@@ -21,7 +21,7 @@ SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product_attention")
 
 
 class Watched:
-    """The kinds of attention for which ours is called, and the classes of modules that compute attention themselves."""
+    """The kinds of attention that our function computes, and the classes of modules that compute it themselves."""
 
     def __init__(self, model: Any) -> None:
         names = {type(module).__name__ for module in model.modules()}
