@@ -39,7 +39,10 @@ Alike = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]
 
 
 def alike(batch: Any, axes: dict[str, int]) -> Any:
-    """The batch with its arguments in `axes` set to repeat their first slice along that axis, both arrays of a pair."""
+    """The batch in which all slices of an argument in `axes`, along its axis there, equal the first slice.
+
+    If the argument is a pair of arrays, this applies to both arrays.
+    """
 
     def repeated(value: Any, axis: int) -> Any:
         if isinstance(value, tuple):
@@ -66,7 +69,7 @@ def _attention() -> Iterator[Alike]:
 
 def _latents(format: str) -> Iterator[Alike]:
     d_v = 32 if format == "plain" else 512
-    # In a page that stores its parts in separate planes, there are no rows to repeat.
+    # These pages store the parts of their rows in separate planes, so axis 1 has no whole rows to repeat.
     for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
         of_format: dict[str, Any] = {"format": format, "d_v": d_v, "page_size": 3, "heads": 2}
         tables = Spec(lens=((1, 9), (3, 7)), page_size=3, group=2)

@@ -53,7 +53,7 @@ def answer(runner: Runner, checks: Mapping[str, Check], names: Iterable[str], ex
 
 
 def _process(command: tuple[str, ...], environ: tuple[tuple[str, str], ...]) -> "_Process":
-    """The running process of this command. Any other one is killed, because each process takes much memory."""
+    """The running process of this command. A process of any other command is killed, because it takes much memory."""
     if (running := _Process.last) and (running.ended or running.started_by != (command, environ)):
         running.end()
     if _Process.last is None:
@@ -84,7 +84,7 @@ class _Process:
         self._lines.put(None)
 
     def verdict(self, name: str, timeout: float) -> Verdict:
-        """The verdict of the named check; a process that hangs or dies is a failure."""
+        """The verdict of the named check, which is FAILED if the process hangs or dies."""
         if not self._begun:  # import time does not count towards a check's timeout
             self._begun = self._lines.get() == READY
         begun = time.perf_counter()

@@ -23,10 +23,10 @@ PAGE_SIZES = (1, 2, 4, 16, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """Consecutive queries of a sequence, and the number of keys that the sequence has at the last of them."""
+    """Consecutive queries of a sequence, and the sequence's length when the last of them is computed."""
 
     seq: int
-    first: int  # a row of the packed batch
+    first: int  # rows [first, stop) of the packed batch
     stop: int
     kv_len: int
 
@@ -36,7 +36,7 @@ class Chunk:
 
 
 def cut(rng: np.random.Generator, q_len: int) -> list[int]:
-    """Random chunk edges for `q_len` queries, from 0 to `q_len`; many of the chunks hold one query."""
+    """Random chunk edges for `q_len` queries, from 0 to `q_len`; many chunks have one query."""
     places = rng.integers(1, q_len, int(rng.integers(0, 7))) if q_len > 1 else []
     inner = {int(place) + more for place in places for more in (0, 1)}
     return [0, *sorted(edge for edge in inner if edge < q_len), q_len]
@@ -54,9 +54,9 @@ def chunks_of(batch: VarlenBatch, rng: np.random.Generator) -> list[Chunk]:
     for seq, (rows, keys, _) in enumerate(batch.parts()):
         q_len, kv_len = rows.stop - rows.start, keys.stop - keys.start
         for first, stop in itertools.pairwise(cut(rng, q_len) if cuts else (0, q_len)):
-            behind = q_len - stop if batch.causal else 0
-            if behind <= kv_len:
-                chunks.append(Chunk(seq, rows.start + first, rows.start + stop, kv_len - behind))
+            keys_after = q_len - stop if batch.causal else 0
+            if keys_after <= kv_len:
+                chunks.append(Chunk(seq, rows.start + first, rows.start + stop, kv_len - keys_after))
     return [chunks[index] for index in rng.permutation(len(chunks))]
 
 
@@ -71,7 +71,7 @@ def edges_of(lens: list[int]) -> NDArray[np.int32]:
 
 
 def of_queries(batch: VarlenBatch | Batch, rows: Any) -> dict[str, Any]:
-    """The given rows of those arguments that have one row per query."""
+    """The arguments that have one row per query, with only the rows `rows`."""
     names = ["q", "key_ranges", "selected", "relative_bias", *(["draft_mask"] if isinstance(batch, Batch) else [])]
     arrays = {name: array for name in names if (array := getattr(batch, name)) is not None}
     if arrays.get("relative_bias", batch.q).ndim == 2:  # one bias shared by all queries
@@ -123,7 +123,7 @@ def paged(batch: VarlenBatch, chunks: list[Chunk], rng: np.random.Generator) -> 
 
 
 def parts_of(batch: Batch, rng: np.random.Generator) -> list[tuple[slice, Batch]]:
-    """The chunks of each sequence of a causal paged batch, each with its rows in the whole batch.
+    """The chunks of each sequence of a causal paged batch: each chunk's rows in the batch, and its call.
 
     Key ranges replace the causal mask, so with them every chunk has all keys. A sequence is not cut if it has more
     queries than keys, or if it has both key ranges and biases that depend on positions.

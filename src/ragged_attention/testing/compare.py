@@ -21,8 +21,8 @@ BOUNDS = {
     "lse bfloat16": (1e-5, 2e-4),
 }
 COSINE = 5e-6
-# FlashMLA's bounds: |got - want| < first, or |got - want| / (|want| + 1e-6) < second. The third bounds the cosine
-# difference.
+# FlashMLA's bounds: |got - want| < first, or |got - want| / (|want| + 1e-6) < second. The third number
+# bounds the cosine difference.
 EITHER = {
     "decode out": (8e-4, 2.01 / 128, 5e-6),
     "decode lse": (1e-6, 8.01 / 65536, 1e-7),
@@ -34,7 +34,8 @@ EITHER = {
     "gradient": (1e-3, 8.01 / 128, 7e-6),
 }
 # A cosine difference averages over rows. With fewer than MANY non-zero rows, the rounding errors of 2^-9 in the
-# weights, in their factors and in the result may all have one sign, so an error of 2^-7 of a vector's length is normal.
+# weights, in the numbers that they multiply and in the result may all have one sign. Then an error of 2^-7 of a
+# vector's length is normal.
 MANY = 64
 OF_FEW = {"varlen out": 2.0**-15, "gradient": 2.0**-15}
 
@@ -51,10 +52,10 @@ def agrees(
     """Return True if `got` equals `want` within the bounds of `kind`; else raise AssertionError with the worst element.
 
     Each element may also be wrong by its `allowance` (`rounded_weights`), which broadcasts against `want`. The places
-    of NaN and infinity are compared first, then each element, then the cosine difference, except for 32-bit kinds.
-    The cosine difference is skipped for equal values (`constant`), which all have the same rounding error. It is also
-    skipped for a gradient whose elements cancel to less than a tenth of the bound: only rounding errors are left, and
-    these have no direction.
+    of NaN and infinity are compared first, then each element, then the cosine difference. 32-bit kinds have no bound
+    on the cosine difference. It is skipped if all values are equal (`constant`), because then their rounding errors are
+    equal too. It is also skipped for a gradient whose elements cancel to less than a tenth of the bound: only rounding
+    errors are left, and these have no direction.
     """
     got, want = _finite_alike(got, want, what)
     finite = np.isfinite(want)
@@ -80,7 +81,7 @@ def agrees(
 
 
 def _wider(cosine: float, allowance: NDArray[np.float64], want: NDArray[np.float64]) -> float:
-    """The bound on the cosine difference, widened for an additional error as long as the allowance.
+    """The bound on the cosine difference, widened for an additional error whose norm is that of `allowance`.
 
     A cosine difference is half the square of the relative error.
     """

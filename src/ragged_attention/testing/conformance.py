@@ -1,8 +1,8 @@
 """Test a backend with the conformance suite: show a progress bar, and print a table at the end.
 
-On a CPU, Pallas TPU kernels run in jax's interpreter and the CUDA kernels in an emulation of the GPU, once in each of
-its modes. With `--device ptx:sm_90`, the Triton or CUDA kernels are compiled for such a GPU and their PTX is emulated;
-from torch, it runs under two schedules.
+On a CPU, Pallas TPU kernels run in jax's interpreter and the CUDA kernels in an emulation of the GPU, once in each mode
+of the interpreter or the emulation. With `--device ptx:sm_90`, the Triton or CUDA kernels are compiled for such a GPU
+and their PTX is emulated. Through the torch front end, the PTX runs under two schedules.
 """
 
 import argparse
@@ -88,7 +88,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _expect_writable(path: str) -> None:
-    """Raise before the first check, because a whole run may take hours."""
+    """Raise InvalidInput unless the file can be written.
+
+    This is tested before the first check, because a whole run may take hours.
+    """
     try:
         Path(path).touch()
     except OSError as error:
@@ -96,7 +99,7 @@ def _expect_writable(path: str) -> None:
 
 
 def _runners(console: Console, backend: str, framework: str | None, device: str) -> tuple[list[Any], dict[str, str]]:
-    """The runners of the backend, and the reason for each that cannot run here.
+    """The runners of the backend that can run here, and for each other one the reason why it cannot.
 
     Prints a line for the runners that emulate a device.
     """
@@ -109,9 +112,9 @@ def _runners(console: Console, backend: str, framework: str | None, device: str)
         if compiled:
             console.print(COMPILED)
         return [*compiled], absent
-    found, absent = runner.runners(backend, framework, device)
-    present: list[Any] = [*found]
-    if "jax" not in [one.framework for one in found] and framework != "torch":
+    on_device, absent = runner.runners(backend, framework, device)
+    present: list[Any] = [*on_device]
+    if "jax" not in [present_runner.framework for present_runner in on_device] and framework != "torch":
         interpreted = tpu_interpreter.runners(backend, device)
         if interpreted:
             console.print(INTERPRETED)
@@ -126,8 +129,8 @@ def _chosen(only: str) -> list[Any]:
     from ragged_attention.testing import suite
 
     checks = suite.checks()
-    if found := [check for check in checks if only in str(check)]:
-        return found
+    if matching := [check for check in checks if only in str(check)]:
+        return matching
     raise InvalidInput(f"expected --only to be part of a check's name, such as {str(checks[0])!r}, got {only!r}")
 
 

@@ -5,7 +5,7 @@ Each batch runs in three modes, which find different faults:
 - `eager`: asynchronous copies and products complete as soon as they are issued.
 - `late`: copies land only when no thread can continue without them. Products are computed when they are waited for,
   from the operands' values at that time.
-- `crossed`: copies land at once, products are late, and one warpgroup runs for as long as it can.
+- `crossed`: copies land at once, products are computed as in `late`, and one warpgroup runs for as long as it can.
 
 A block's memory is NaN at first. A wait that nothing can satisfy raises an error instead of hanging.
 
@@ -24,7 +24,7 @@ from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 
 BACKEND = "cuda"
-# Each mode with its seed for the order in which threads run; 0 means in turn.
+# Each mode with the seed for the order in which threads run. With 0, threads take turns.
 MODES: Mapping[str, int] = {"eager": 0, "late": 1, "crossed": 1}
 
 
@@ -40,7 +40,7 @@ class EmulatedRunner(Runner):
 
     def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
         result = super()._call(operation, batch, options, **extra)
-        if self.framework == "jax":  # jax runs asynchronously, but must not outlive `around`
+        if self.framework == "jax":  # jax runs asynchronously, but must end before `around` does
             importlib.import_module("jax").block_until_ready(result)
         return result
 

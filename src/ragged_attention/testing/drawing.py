@@ -27,7 +27,7 @@ from ragged_attention.testing.runner import (
 
 PROFILES = {"dev": 25, "ci": 200, "nightly": 2000}
 PROFILE_VARIABLE = "HYPOTHESIS_PROFILE"
-ATTEMPTS = 10  # batches drawn for each one requested, before a check gives up
+ATTEMPTS = 10  # drawn batches per requested batch, after which a check gives up
 PHASES = (Phase.explicit, Phase.generate, Phase.shrink)
 # Tunables that the suite also tests on backends that offer them, so that small batches take every code path.
 PATHS: Mapping[str, tuple[Mapping[str, Any], ...]] = {
@@ -170,7 +170,7 @@ class Check:
 
 
 def examples_of(profile: str | None = None) -> int:
-    """The number of batches to draw for each check, by profile (default: that in HYPOTHESIS_PROFILE, else dev)."""
+    """The number of batches to draw for each check, by profile (default: HYPOTHESIS_PROFILE, else dev)."""
     return PROFILES[profile or os.environ.get(PROFILE_VARIABLE) or "dev"]
 
 
@@ -201,7 +201,7 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
 
 
 def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[Any]:
-    """The values tried so far, and more if they are few, because Hypothesis draws almost empty values first."""
+    """The values tried so far. If they are few, more are drawn, because the first ones are almost empty."""
     values = [*tally.values]
     if len(values) < ATTEMPTS:
         _hypothesis_test(strategy, ATTEMPTS, start=2)(lambda value: values.append(value))()
@@ -290,7 +290,10 @@ class _Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The batch on which a check failed, and the check to repeat it with. It is the error's attribute `failure`."""
+    """The batch on which a check failed, and the check, which repeats the failure.
+
+    An error has this as its attribute `failure`.
+    """
 
     batch: Any
     check: Callable[[Any], object]
@@ -298,7 +301,7 @@ class Failure:
 
 @contextlib.contextmanager
 def _separate_answers() -> Iterator[None]:
-    """Inside this context, `ANSWERED` has only calls made inside. On exit, the earlier calls are restored as well."""
+    """A context in which `ANSWERED` has only the calls made inside it. On exit, the earlier calls are added again."""
     before = set(ANSWERED)
     ANSWERED.clear()
     try:
@@ -331,7 +334,7 @@ def answers(check: Callable[[Any], object], batch: Any) -> bool:
 def _refusal(check: Callable[[Any], None], value: Any) -> str | None:
     """The reason why the check cannot run on a batch, or None.
 
-    The backend is only asked whether it takes the call. A runner that cannot ask runs it.
+    The backend is only asked whether it takes the call. A runner that cannot ask makes the call.
     """
     with _separate_answers():
         try:
@@ -414,7 +417,7 @@ def on_drawn(
 def on_every_path(
     operation: str, check: Callable[[Runner, Any, Mapping[str, Any]], None], build: Callable[[], Any]
 ) -> Callable[[Runner, int], int]:
-    """The `run` of a check that tests one batch with each non-empty set of options. Some may not fit the device."""
+    """The `run` of a check that tests one batch with each non-empty set of options. A set may not fit the device."""
 
     def run(runner: Runner, examples: int) -> int:
         del examples

@@ -68,7 +68,7 @@ PAGES = ("kv_pages", "kv_cache", "cache", "keys", "key_scale", "extra_kv_cache")
 
 
 def _cut(batch: Any, names: tuple[str, ...], axis: int = 0) -> Any:
-    """The batch with an empty axis in the named arguments, in both arrays of a pair."""
+    """The batch with the named arguments cut to length 0 along an axis. In a pair, both arrays are cut."""
 
     def cut(value: Any) -> Any:
         return tuple(map(cut, value)) if isinstance(value, tuple) else np.take(value, [], axis)

@@ -11,14 +11,14 @@ PTX = "ptx:"  # prefix of an emulated GPU's device name, as in ptx:sm_90
 def missing_tools() -> str | None:
     """The sentence that says which packages of the extra `testing` are not installed, and how to install them, or None.
 
-    It begins with a verb, after the name of whatever needs them.
+    The sentence has no subject: the caller puts the name of the command or module that needs them before it.
     """
     missing = [name for name in ("hypothesis", "ml_dtypes", "pytest") if find_spec(name) is None]
     return f"needs {' and '.join(missing)}: {how_to_install('testing')}" if missing else None
 
 
 def prepare(device: str = "cpu") -> None:
-    """Set the variables for a device.
+    """Set the environment variables for a device.
 
     On "cpu", Triton interprets kernels; for an emulated GPU, it compiles them. In both cases jax looks for no
     accelerators.

@@ -30,7 +30,7 @@ KV_FORMATS = SCALED | UNSCALED_FORMATS
 
 
 def rounded(values: Any, dtype: str) -> NDArray[np.float32]:
-    """Values rounded to the nearest that the float dtype can represent, ties to even."""
+    """Values rounded to the nearest values of the float dtype, ties to even."""
     if dtype in FORMATS:
         return values_of(stored(values, dtype), dtype).astype(np.float32)
     values = np.asarray(values, np.float32)
@@ -62,9 +62,9 @@ _USUAL_CODES = {
 
 
 def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat) -> NDArray[Any]:
-    """Scales [..., n] of a format that no quantiser would choose: positive, negative, 0, or far from the others.
+    """Scales [..., n] for a format, unlike those of a quantiser: positive, negative, 0, or far from each other.
 
-    They leave few values larger than standard normal numbers, as the tolerances of `compare` assume.
+    With these scales, few values are larger than standard normal numbers, as the tolerances of `compare` assume.
     """
     size = np.float32(1 / _USUAL_CODES[form.codes])
     scales = rng.choice(np.array([0.3, 0.3, 0.3, -0.2, 1, 1e-3, 0], np.float32), shape) * size

@@ -36,7 +36,7 @@ from ragged_attention.testing.runner import (
     written_by,
 )
 
-DECLINED_STATUS = 77  # exit status of a command that declines a batch; test programs commonly use it to skip
+DECLINED_STATUS = 77  # exit status of a command that declines a batch; it commonly means a skipped test
 RESULTS: Mapping[str, tuple[str, ...]] = {
     "ragged_paged_attention": ("out", "lse"),
     "ragged_mla_attention": ("out", "lse"),
@@ -83,7 +83,7 @@ class NumpyFront:
 
     @staticmethod
     def once(array: NDArray[Any], axis: int) -> NDArray[Any]:
-        """The array with a stride of 0 along an axis, whose slices are all equal."""
+        """The array with a stride of 0 along an axis on which all slices are equal."""
         return np.broadcast_to(np.take(array, range(min(1, array.shape[axis])), axis), array.shape)
 
     @staticmethod
@@ -181,7 +181,7 @@ def _decoded(found: Mapping[str, NDArray[Any]], name: str) -> NDArray[Any]:
 
 
 def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a function; None if it has no signature, as some compiled functions."""
+    """The parameters of a function; None if it has no signature, like some compiled functions."""
     try:
         return [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError):
@@ -189,7 +189,7 @@ def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter] | Non
 
 
 def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names of the arguments that a function accepts; None if it accepts any or they are unknown."""
+    """The names of the arguments that a function accepts; None if it accepts any, or if its parameters are unknown."""
     parameters = None if isinstance(function, Command) else parameters_of(function)
     if parameters is None or any(each.kind is each.VAR_KEYWORD for each in parameters):
         return None
@@ -197,7 +197,7 @@ def accepted_by(function: Callable[..., Any]) -> frozenset[str] | None:
 
 
 def positional_only(function: Callable[..., Any]) -> list[str]:
-    """The names of required parameters that cannot be passed by keyword, as the suite passes all arguments."""
+    """The names of required parameters that cannot be passed by keyword. The suite passes all arguments by keyword."""
     parameters = parameters_of(function) or []
     return [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
 
@@ -245,14 +245,14 @@ class FunctionRunner(Runner):
 
     functions: Mapping[str, Callable[..., Any]]
     why_not: Callable[[str, Any], str | None]  # why to decline a record of NumPy arrays, or None
-    declines: Callable[[str, Any], str | None] | None = None  # the same, called only if `why_not` returns None
+    declines: Callable[[str, Any], str | None] | None = None  # like `why_not`; called after that returned None
     features: Collection[str] | None = None  # the optional arguments of functions whose parameters are unknown
     contiguous: bool = False  # whether all arrays are contiguous, without strides of 0
     differentiable: bool = False  # whether the framework can differentiate the functions
     invariant: bool = False  # whether a sequence's results are promised to have the same bits in every batch
     not_returned: set[str] = dataclasses.field(default_factory=set)  # results that functions did not return
 
-    notices_steps_outside = True  # so that checks run here, because the function cannot move to another process
+    notices_steps_outside = True  # keeps checks in this process, because a function cannot be sent to another one
 
     @property
     def front(self) -> Any:
@@ -313,7 +313,8 @@ class FunctionRunner(Runner):
         if reason := self.why_not(operation, record):
             raise Declined(reason)
         names = self._passed(record, accepted, extra)
-        if self.declines and (reason := self.declines(operation, record)):  # last, because it may depend on values
+        # This refusal comes last, because it may depend on values, which the search in `steering` cannot choose.
+        if self.declines and (reason := self.declines(operation, record)):
             raise Declined(reason)
         if ASKED.get():
             raise Taken
@@ -346,7 +347,7 @@ class FunctionRunner(Runner):
     def _passed(self, record: Any, accepted: frozenset[str] | None, extra: Mapping[str, Any]) -> list[str]:
         """The names of the arguments to pass: those without a default, and those whose value is not the default.
 
-        Raises `Declined` if the function does not accept one of them, unless its value means nothing in this call.
+        Raises `Declined` if the function does not accept one of them, except those that are not needed in this call.
         """
         changed = {*record.changed(), *(name for name, value in extra.items() if value is not False)} - {"schedule"}
         names = [name for name in record.KINDS if name not in record.DEFAULTS or name in changed]

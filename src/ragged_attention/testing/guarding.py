@@ -19,12 +19,12 @@ def guarded(array: NDArray[Any], side: str = "end") -> NDArray[Any]:
 
     The memory lives as long as any view of the copy, including a tensor from `torch.from_numpy`. POSIX only.
     """
-    room = max(1, -(-array.nbytes // PAGE)) * PAGE
-    memory = mmap.mmap(-1, room + 2 * PAGE)
+    capacity = max(1, -(-array.nbytes // PAGE)) * PAGE
+    memory = mmap.mmap(-1, capacity + 2 * PAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    for page in (base, base + PAGE + room):
+    for page in (base, base + PAGE + capacity):
         _protect(page)
-    offset = PAGE if side == "start" else PAGE + room - array.nbytes
+    offset = PAGE if side == "start" else PAGE + capacity - array.nbytes
     copy = np.ndarray(array.shape, array.dtype, memory, offset)
     copy[...] = array
     return copy

@@ -1,4 +1,4 @@
-"""Meaningless integers, as index arrays may hold them."""
+"""Meaningless integers for index arrays."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -
 
 
 def garbage_places(rng: np.random.Generator, num_tokens: int, num_pages: int, page_size: int) -> dict[str, Any]:
-    """Arguments that say where a write puts its tokens, with arbitrary integers: slots, or the tables of a step."""
+    """The places of a write's tokens, filled with arbitrary integers: slots, or the tables of a step."""
     if rng.random() < 0.4:
         seqs = int(rng.integers(1, 4))
         return {

@@ -69,7 +69,7 @@ def packed_alone(batch: VarlenBatch) -> Iterator[tuple[VarlenBatch, tuple[Any, .
 
 
 def law(operation: str, alone: Alone, **keywords: Any) -> Callable[[Runner, Any], None]:
-    """A check that each part of a batch has the same result bits alone; `keywords` request all of the results."""
+    """A check that a part of a batch has the same result bits alone as in the batch; `keywords` request all results."""
 
     def check(runner: Runner, spec: Any) -> None:
         runner.expect_promise(operation)
@@ -136,11 +136,12 @@ def may_come_in_chunks(runner: Runner, spec: Spec) -> None:
                 identical(result, whole_result[rows], f"result {index} of the queries {rows.start} to {rows.stop}")
 
 
-def results(given: Any) -> tuple[Any, ...]:
-    return given if isinstance(given, tuple) else (given,)
+def results(returned: Any) -> tuple[Any, ...]:
+    return returned if isinstance(returned, tuple) else (returned,)
 
 
-# Sequences that are long enough to be split, beside prompts. Alone, each one must run the same kernels and tiles.
+# Sequences that are long enough to be split, together with prompts. A sequence alone must use the same kernels and
+# tiles as in this batch.
 LENGTHS = ((1, 2900), (1, 5), (70, 90), (1, 1100), (2, 40), (1, 0), (9, 1300))
 RAGGED = Spec(
     lens=LENGTHS, page_size=16, num_kv_heads=2, group=4, dtype="bfloat16", count="array", spare_seqs=2, padding=3

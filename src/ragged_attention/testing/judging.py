@@ -186,7 +186,7 @@ UNPROMISED: Mapping[str, Predicate] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The calls that a function supports, in addition to what its parameters tell. None means no limit."""
+    """Limits on the calls that a function supports, beyond those that its parameters show. None means no limit."""
 
     features: Collection[str] | None = None
     dtypes: Collection[str] | None = None
@@ -232,7 +232,7 @@ class Report:
     name: str
     verdicts: tuple[Verdict, ...]  # one for each check of the given operations
     left_out: Mapping[str, str]  # kinds of checks that were not run, each with the reason
-    framework: str = "numpy"  # of the arrays that the function got
+    framework: str = "numpy"  # the framework of the arrays that the function got
 
     @property
     def failures(self) -> tuple[Verdict, ...]:
@@ -316,15 +316,15 @@ def judge(
             floats have the dtypes of `ml_dtypes`. A command's .npz file holds their bits as uint16 or uint8, and the
             dtype's name as `<name>.dtype`.
         features: the optional arguments that the kernel supports, such as `sliding_window` (default: a function's
-            parameters; for a command, all). A command gets `return_lse` and `new_kv` only if they are among them.
-        dtypes: the float and cache dtypes that it supports, such as `bfloat16` (default: any).
-        page_sizes, head_dims: the sizes that it supports (default: any).
-        decode_only: whether it supports only one query per sequence; then it may lack `cu_q_lens`.
-        declines: further batches that it does not support: names in `UNPROMISED`, or functions that take the
+            parameters; for a command, all). A command gets `return_lse` and `new_kv` only if `features` has them.
+        dtypes: the float and cache dtypes that the kernel supports, such as `bfloat16` (default: any).
+        page_sizes, head_dims: the sizes that the kernel supports (default: any).
+        decode_only: whether the kernel supports only one query per sequence; then it may lack `cu_q_lens`.
+        declines: further batches that the kernel does not support: names in `UNPROMISED`, or functions that take the
             operation's name and a record of its arguments, and return a bool.
         contiguous: whether all torch tensors are contiguous; otherwise some are views with gaps or have strides of 0.
         gradients: whether torch or jax can differentiate the function; its gradients are then tested too.
-        batch_invariant: whether it promises that a sequence's results have the same bits in every batch.
+        batch_invariant: whether the kernel promises that a sequence's results have the same bits in every batch.
         rounded_weights: whether softmax weights may be rounded to the dtype of 16-bit queries before the product with
             values, as kernels on matrix units do. If values cancel, the error may exceed the usual tolerances.
         memory: whether to try any int32 in every index array, in guarded memory. If a function accesses memory outside
@@ -378,7 +378,7 @@ def _verdicts(
     runner: FunctionRunner, selected: Sequence[Check], examples: int, memory: bool, absent: set[str],
     progress: Progress | None,
 ) -> Iterator[Verdict]:  # fmt: skip
-    """The verdicts of the checks that concern the runner, and their names in `absent` if they lack an operation."""
+    """Yield the verdicts of the checks that concern the runner. Add to `absent` the checks that lack an operation."""
     for done, check in enumerate(selected):
         if progress:
             progress.say(done, f"{runner.backend}  {check}")
@@ -463,7 +463,7 @@ class _OperationRecorder(Runner):
 
 
 def _concerns(runner: FunctionRunner, check: Check) -> bool:
-    """Whether a check calls a given operation first, or its first operation is unknown."""
+    """Whether the first operation that a check calls is one of the runner's, or is unknown."""
     return check.kind == "memory" or _first_operation(check).removesuffix("_backward") in {*runner.functions, ""}
 
 

@@ -70,7 +70,8 @@ ANY: Mapping[str, st.SearchStrategy[Any]] = {
 def kind_of(batch: Any) -> str:
     """The kind of bounds for `max_logits`: those of lse, which is computed from the same logits.
 
-    This kind does not compare directions: a backend may multiply by a tiny number in place of an `sm_scale` of 0.
+    This kind has no bound on the cosine difference, because it means nothing if `sm_scale` is 0 and a backend
+    multiplies by a tiny number instead.
     """
     return f"lse {batch.dtype if isinstance(batch, VarlenBatch) else batch.kind}"
 
@@ -120,7 +121,7 @@ def nothing_else_counts(runner: Runner, spec: Any) -> None:
 
 
 def a_visible_nan_shows(runner: Runner, spec: Any) -> None:
-    """NaN in one head of a query that sees a key makes this head's largest logit NaN, and changes no other one."""
+    """NaN in one head of a query that sees a key makes this head's largest logit NaN. Other largest logits stay."""
     batch = spec.build()
     sees = ~(batch.fully_masked_heads() if isinstance(batch, VarlenBatch) else batch.fully_masked())
     if not sees.any():

@@ -15,7 +15,7 @@ Lists = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The parameters of a call's lists of key blocks."""
+    """The parameters of the lists of key blocks in a call."""
 
     kind: str  # see `lists_of`
     size: int  # keys in a block

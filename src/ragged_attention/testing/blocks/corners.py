@@ -55,7 +55,7 @@ SPECS: dict[str, BlocksSpec] = {
 ON_EVERY_PATH = ("as in the model", "every edge at once", "packed, wild ranges", "mixed, heads share keys",
                  "blocks and pages of other sizes")  # fmt: skip
 
-# Calls whose scores are rounded. The exact ones below cover the other edge cases of selection.
+# Calls with rounded scores. Calls with exact scores, below, cover the other edge cases of selection.
 SELECTED = ("mixed, heads share keys", "as in the model", "every edge at once", "more queries than keys",
             "NaN and infinities that are seen", "NaN in pages of bytes", "packed, any ranges")  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""`LAWS` of block selection: properties that need no reference result, by the sentence that each one states.
+"""`LAWS` of block selection: properties that need no reference result. Each key states its property as a sentence.
 
-The scores of these batches are small integers and therefore exact, so that selections must be equal, not just as good.
+The scores of these batches are small integers and therefore exact. So selections must be equal, not just equally good.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ def halves_make_a_block(runner: Runner, spec: BlocksSpec) -> None:
 
 
 def single_keys_are_the_indexers(runner: Runner, spec: BlocksSpec) -> None:
-    """With one key per block, each head's scores, with negative ones as 0, are the logits of a one-head indexer."""
+    """With one key per block, each head's scores, clamped at 0, are the logits of an indexer with one head."""
     batch = dataclasses.replace(spec, block_size=1).build().scores_call()
     scores = runner.run("block_scores", batch)
     heads, key_heads = batch.q.shape[1], batch.keys.shape[-2]
@@ -135,7 +135,7 @@ def forced_blocks_are_chosen(runner: Runner, spec: BlocksSpec) -> None:
 
 
 def pages_are_where_keys_lie(runner: Runner, spec: BlocksSpec) -> None:
-    """A paged sequence has the same scores as its keys in packed form with each query's causal range."""
+    """A paged sequence has the same scores as its keys in a packed call with each query's causal range."""
     of_one = {"packed": False, "max_keys": None, "lens": spec.keys.lens[:1], "padding": 0, "count": "none"}
     batch = _of_keys(spec, **of_one, cache_dtype=None).build().scores_call()
     assert batch.page_indices is not None and batch.kv_lens is not None  # noqa: PT018

@@ -56,7 +56,7 @@ def causes(runner: Runner, value: Any, check: Callable[[Any], object]) -> tuple[
 def is_small(spec: Any) -> bool:
     """Whether no sequence has more than one page of keys, or one key if there are no pages.
 
-    The results of so small a batch fit many causes, so they tell nothing if a larger batch fails too.
+    The results of such a small batch fit many causes. So they are ignored if a larger batch fails too.
     """
     lens = [kv_len for each in lengths_of(spec).values() for _, kv_len in each]
     return bool(lens) and max(lens) <= (steering.page_size_of(spec) or 1)
@@ -65,8 +65,8 @@ def is_small(spec: Any) -> bool:
 def larger(spec: Any) -> Any:
     """The spec with additional sequences of several pages, because a small batch may fit several causes.
 
-    Tables have a spare column, and no garbage in unused entries, so that a kernel that reads an entry too far reads a
-    known page.
+    Tables have a spare column, and no garbage in unused entries, so that a kernel that reads one entry too
+    far reads a known page.
     """
     tidy = {"spare_columns": lambda leaf: max(leaf, 1), "garbage": lambda leaf: False}
     changes = {path: tidy[path[-1]](leaf) for path, leaf in steering.leaves(spec).items() if path and path[-1] in tidy}

@@ -1,6 +1,6 @@
 """Candidates: the results that kernels with known faults would compute, each with its cause as text.
 
-A candidate is another batch, whose results come from the reference, another form of the same batch, or results.
+A candidate's results are given directly, or as another batch or another form from which they can be computed.
 """
 
 from collections.abc import Iterator
@@ -81,7 +81,10 @@ def other_blocks(batch: Any, form: Form) -> Iterator[Candidate]:
 
 
 def counted(part: Part) -> Part:
-    """A part of one query, with each key counted as often as the list names its block."""
+    """The part with each key counted as often as the list names its block.
+
+    The part is unchanged unless it has one query and a list.
+    """
     if part.lists is None or part.q_len != 1:
         return part
     lists, size = part.lists
@@ -152,7 +155,7 @@ def other_heads(form: Form) -> Iterator[Candidate]:
 
 
 def other_lengths(form: Form) -> Iterator[Candidate]:
-    """Candidates with fewer or more keys, from kernels that drop the last keys or read past the end."""
+    """Candidates with fewer or more keys: the results of kernels that drop the last keys or read past the end."""
     for block in sorted({*BLOCKS, form.page_size} - {1}):
         cause = f"the last keys are dropped, after a multiple of {block}"
         yield cause, form.of_parts(lambda part, block=block: cut(part, part.kv_len // block * block, least=block))
@@ -175,19 +178,19 @@ def other_lengths(form: Form) -> Iterator[Candidate]:
 
 
 def cut(part: Part, stop: int, least: int = 0) -> Part:
-    """The part without the keys from `stop` on, if it has more than `least`. Query positions do not change."""
+    """The part without the keys from `stop` on, if it has more than `least` keys. Queries keep their positions."""
     return part.without(np.arange(len(part.slots)) >= stop) if part.kv_len > least else part
 
 
 def without_tail(part: Part, block: int) -> Part:
-    """The part with its valid slots only, cut to a multiple of `block` if there are more than `block`."""
+    """The part with its valid slots only, whose number is cut to a multiple of `block` if it exceeds `block`."""
     chosen = part.slots[: part.kv_len][part.slots[: part.kv_len] >= 0]
     stop = len(chosen) // block * block if len(chosen) > block else len(chosen)
     return part.change(slots=chosen, kv_len=stop)
 
 
 def longer(form: Form, part: Part, size: int) -> Part:
-    """The part with one more slot, if it has keys. In a form that is not causal, query positions do not change."""
+    """The part with one more key, if it has keys. Queries keep their positions if the form is not causal."""
     if part.kv_len == 0 or (size > 1 and part.kv_len % size == 0):
         return part
     more = part.as_long_as(part.kv_len + 1)
@@ -205,11 +208,14 @@ def filled(form: Form, part: Part, block: int) -> Part:
 
 
 def other_pages(form: Form) -> Iterator[Candidate]:
-    """Candidates with other pages, from kernels that read the wrong entry of the page table."""
+    """Candidates with other pages: the results of kernels that read the wrong entry of the page table."""
     size = form.page_size
 
     def changed(entry: Any, part: Part) -> Part:
-        """The part with the pages at `entry(entries, last)`, where `last` is the last entry in use."""
+        """The part whose table entries are those at `entry(entries, last)`.
+
+        `entries` are the indices of all entries, and `last` is the index of the last one in use.
+        """
         entries, last = np.arange(len(part.slots) // size), -(-part.kv_len // size) - 1
         slots = part.slots.reshape(-1, size)
         return part.change(slots=slots[entry(entries, last)].reshape(-1) if len(slots) else part.slots)
@@ -241,8 +247,9 @@ def other_pages(form: Form) -> Iterator[Candidate]:
 def shifted_tables(form: Form) -> Iterator[Candidate]:
     """Candidates in which each entry of the page table is taken for the next or the previous one.
 
-    The entry that a sequence lacks at one end is taken from the other end, repeated, left out, or taken from the
-    neighbouring row, as a pointer into a contiguous table would.
+    A shifted row of the table lacks an entry at one end. There are four kinds of candidates: with the entry from the
+    row's other end, with a second copy of the entry at this end, with no page, and with the entry of the neighbouring
+    row, which a pointer into a contiguous table would reach.
     """
     size = form.page_size
     tables = [part.slots.reshape(-1, size) for part in form.parts]
@@ -251,7 +258,7 @@ def shifted_tables(form: Form) -> Iterator[Candidate]:
         (1, "the next page is read in place of a page: the table is read one entry too far"),
         (-1, "the previous page is read in place of a page: the table is read one entry too early"),
     ):
-        end = 0 if step > 0 else -1  # the entry of another row that follows, or precedes, a row's entries
+        end = 0 if step > 0 else -1  # the entry of a row that a pointer from the neighbouring row reaches
         for ends in (
             [table[[end]] if len(table) else none for table in tables],
             [table[[-1 - end]] if len(table) else none for table in tables],
@@ -269,7 +276,7 @@ def shifted_tables(form: Form) -> Iterator[Candidate]:
 
 
 def page_0(part: Part, size: int) -> Part:
-    """The part with page 0 of the cache in place of its last page, if it has several."""
+    """The part with page 0 of the cache in place of its last page, if it has several pages."""
     position, last = np.arange(len(part.slots)), -(-part.kv_len // size) - 1
     return part.change(slots=np.where((position // size == last) & (last > 0), position % size, part.slots))
 

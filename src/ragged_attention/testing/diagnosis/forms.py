@@ -25,7 +25,7 @@ Results = dict[str, NDArray[Any]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """Queries that share their keys: those of a sequence, or a single query with its own list."""
+    """Queries that share their keys: the queries of a sequence, or a single query with its own list of keys."""
 
     rows: slice
     slots: NDArray[np.int64]  # the slot of each position, -1 if it has none; includes positions past `kv_len`
@@ -34,7 +34,7 @@ class Part:
     drafted: NDArray[np.bool_] | None = None
     ranges: NDArray[np.int32] | None = None
     lists: tuple[NDArray[np.int32], int] | None = None  # lists of blocks [q_len, 1, N], and the block size
-    shift: int = 0  # by how much the queries' positions are too late
+    shift: int = 0  # added to the queries' positions; with 0, the last query has the position of the last key
     times: NDArray[np.float64] | None = None  # how often each key counts
 
     @property
@@ -72,7 +72,7 @@ class Form:
     window: int | None = None
     soft_cap: float | None = None
     page_size: int = 1
-    sizes: tuple[int, ...] = ()  # numbers of slots in the caches, which follow one another
+    sizes: tuple[int, ...] = ()  # the number of slots in each cache; a second cache's slots follow those of the first
     latent: bool = False  # whether the first columns of a key are its value
 
     def change(self, **fields: Any) -> Self:
@@ -100,7 +100,8 @@ class Form:
         seen_to_stop = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
         seen_to_stop = seen_to_stop[:, : part.kv_len]
         seen[:, : seen_to_stop.shape[1]] = seen_to_stop
-        if not self.causal and part.drafted is None and part.ranges is None:  # a window hides no key after all queries
+        # A window does not hide keys after all queries.
+        if not self.causal and part.drafted is None and part.ranges is None:
             seen[:, stop:] = inside[stop : part.kv_len]
         return seen if part.lists is None else seen & named(*part.lists, part.kv_len)[0]
 
@@ -136,7 +137,7 @@ def attended(form: Form) -> Results:
 
 
 def logits_of_parts(form: Form, part: Part, keys: NDArray[np.int64]) -> Any:
-    """For each KV head: an index of its queries, their logits [q_len, group, n] for the n `keys`, and the head."""
+    """Yield for each KV head an index of its queries, their logits [q_len, group, n] for the n `keys`, and the head."""
     heads = form.heads(part)
     for kv_head in np.unique(form.kv_heads[heads]):
         place = np.ix_(np.arange(part.rows.start, part.rows.stop), heads[form.kv_heads[heads] == kv_head])
@@ -222,7 +223,7 @@ def _form(
 def by_lists(
     parts: list[Part], selected: NDArray[np.int32] | None, block_size: int | None, num_heads: int
 ) -> tuple[Part, ...]:
-    """The parts of a call, divided by the heads of each list of blocks; unchanged without lists."""
+    """The parts of a call, each split into the query heads that share a list of blocks; unchanged without lists."""
     if selected is None or block_size is None:
         return tuple(parts)
     group = num_heads // selected.shape[1]

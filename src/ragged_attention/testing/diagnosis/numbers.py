@@ -106,7 +106,7 @@ def of_gaps(runner: Runner, batch: Any, options: Mapping[str, Any]) -> str | Non
 
 
 def nearly(got: Results, want: Results, batch: Any) -> bool:
-    """Whether results differ from the right ones by no more than computation in 16 bits would."""
+    """Whether results differ from the right ones by no more than the errors of a computation in 16 bits."""
     for name, array in got.items():
         finite = np.isfinite(want[name])
         bound = np.reshape(batch.mean_magnitudes(), array.shape) if name == "out" else np.ones(array.shape)
@@ -136,7 +136,7 @@ def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Al
 
 
 def _of_full_sinks(got: Results, form: Form) -> bool:
-    """Whether there are sinks of +inf, and only their heads have NaN."""
+    """Whether some sinks are +inf, and only the heads of these sinks have NaN."""
     full = form.sinks == np.inf
     return bool(full.any()) and not np.isnan(got["out"][:, ~full]).any()
 
@@ -236,7 +236,10 @@ def of_unseen(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any]
 
 
 def of_order(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any]) -> Iterator[str]:
-    """`RESCALE`, if results are right with each query's largest logit at its first key, but wrong at the last."""
+    """Yield `RESCALE` if only the order of keys makes results wrong.
+
+    Then they are right if each query's largest logit is at its first visible key, and wrong if it is at its last.
+    """
     passes = []
     for last in (False, True):
         if (q := towards(form, last=last)) is None:

@@ -20,24 +20,24 @@ from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.specs import VarlenBatch
 
 LARGE = 128.0  # the least magnitude of the largest logit in `enlarged`; exp overflows in float32 at 89
-MOST = 2.0**15  # the largest magnitude of a query element; float16 ends at twice this
+MOST = 2.0**15  # the largest magnitude of a query element; float16's range ends at twice this
 
 
 def results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Results:
     """A backend's results for a batch, by name, with a row for each query."""
-    asked = {"return_lse": True} if isinstance(batch, (RaggedTables, VarlenBatch)) else {}
-    return _named(runner.run(batch.OPERATION, batch, options=options, **asked), batch)
+    keywords = {"return_lse": True} if isinstance(batch, (RaggedTables, VarlenBatch)) else {}
+    return _named(runner.run(batch.OPERATION, batch, options=options, **keywords), batch)
 
 
 def expected(batch: Any) -> Results:
-    """The reference's results for a batch, in the same form."""
+    """The reference's results for a batch, by name, with a row for each query."""
     return _named(batch.expected(), batch)
 
 
-def _named(found: Any, batch: Any) -> Results:
+def _named(returned: Any, batch: Any) -> Results:
     if isinstance(batch, HeadsFirstArrays):
-        return {"out": found}
-    named: Results = dict(zip(RESULTS[batch.OPERATION], found, strict=True))
+        return {"out": returned}
+    named: Results = dict(zip(RESULTS[batch.OPERATION], returned, strict=True))
     if isinstance(batch, DecodeBatch):  # out [S, Q, H, d_v] and lse [S, H, Q]
         out, lse = named["out"], named["lse"]
         lse = np.swapaxes(lse, 1, 2) if lse.ndim == 3 else lse
@@ -65,7 +65,7 @@ def expect_alike(got: Results, want: Results, batch: Any, rounding: Allowance = 
 
 
 def alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) -> bool:
-    """Whether results agree, by `expect_alike`."""
+    """Whether results agree within the bounds of `expect_alike`."""
     try:
         expect_alike(got, want, batch, rounding)
     except AssertionError:
@@ -109,7 +109,7 @@ def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
 def with_other_values(batch: Any, form: Form, where: NDArray[np.bool_], seed: int = 0) -> Any:
     """The batch with the slots in `where` overwritten by the contents of slots that some query sees.
 
-    A cache without such slots is filled with zeros if `where` has all of its slots.
+    If a cache has no such slots, it is filled with zeros if `where` has all of its slots, and else unchanged.
     """
     rng, order, start = np.random.default_rng(seed), np.arange(len(where)), 0
     read, sizes = form.read(), form.sizes

@@ -1,4 +1,4 @@
-"""Batches over heads-first pages, built from batches of ragged attention, of which they are special cases."""
+"""Batches over heads-first pages. They are special cases of ragged attention and are built from its batches."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ from ragged_attention.testing.runner import HeadsFirstPages, Runner
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class HeadsFirstArrays(Arrays):
-    """The arguments that both operations share."""
+    """The arguments that `paged_attention` and `prefill_attention` share."""
 
     q: NDArray[np.float32]
     k_pages: HeadsFirstPages
@@ -102,16 +102,16 @@ class ChunkBatch(HeadsFirstArrays):
 
     @property
     def live(self) -> int:
-        """The number of rows that belong to the sequence."""
+        """The number of the chunk's rows that belong to the sequence; the others are padding."""
         return rows_of_the_last_chunk(int(np.asarray(self.length).reshape(())), len(self.q))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedSpec:
-    """The parameters of a `paged_attention` call, as a ragged call with one query for each sequence."""
+    """The parameters of a `paged_attention` call, given as those of a ragged call with one query for each sequence."""
 
     spec: Spec
-    scaled: bool = True  # whether 8-bit pages come with scales; without, those of int8 pages are 1
+    scaled: bool = True  # whether 8-bit pages have random scales; if not, scales of int8 pages are 1
 
     def ragged(self) -> Batch:
         """The ragged batch with the same numbers, without the pages' scales."""
@@ -158,14 +158,14 @@ def _plain(spec: Spec, **changes: Any) -> Spec:
 
 
 def _common(batch: Batch, spec: Spec, scaled: bool) -> dict[str, Any]:
-    """The arguments of a heads-first batch that come from a ragged one."""
+    """The arguments of a heads-first batch that come from a ragged batch."""
     rng = np.random.default_rng(spec.seed + 1)
     k_pages, v_pages = (np.ascontiguousarray(np.moveaxis(pages, 2, 0)) for pages in split(batch.kv_pages))
     pages: dict[str, Any] = {"k_pages": k_pages, "v_pages": v_pages}
     if not scaled and batch.cache_dtype == "int8":
         pages = {name: (array, np.ones((*array.shape[:3], 1), np.float32)) for name, array in pages.items()}
     elif scaled and batch.quantized:
-        size = 1 / 40 if batch.cache_dtype == "int8" else 1.0  # int8 uses its whole range
+        size = 1 / 40 if batch.cache_dtype == "int8" else 1.0  # int8 codes use their whole range
         unread = ~np.moveaxis(batch.read_slots(), 2, 0)[..., None]
         poison = {"nan": np.nan, "inf": np.inf}.get(spec.poison or "", 1.0)
         for name, array in pages.items():

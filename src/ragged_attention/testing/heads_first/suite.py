@@ -165,7 +165,7 @@ def chunk_specs(draw: st.DrawFn, *, clean: bool = False) -> ChunkSpec:
 
 
 def heads_first_is_a_matter_of_layout(runner: Runner, spec: PagedSpec) -> None:
-    """Paged attention is ragged attention over transposed pages, with one query per sequence."""
+    """Paged attention equals ragged attention over transposed pages, with one query per sequence."""
     spec = dataclasses.replace(spec, scaled=False)
     batch = spec.ragged()
     batch = batch.change(**dict.fromkeys(("k_scale", "v_scale"), 1.0 if batch.cache_dtype == "int8" else None))
@@ -175,7 +175,7 @@ def heads_first_is_a_matter_of_layout(runner: Runner, spec: PagedSpec) -> None:
 
 
 def the_last_row_is_a_decode(runner: Runner, spec: ChunkSpec) -> None:
-    """The last row of a chunk that belongs to the sequence has the result of paged attention for this query."""
+    """The result for a chunk's last row that is not padding equals that of paged attention for this query."""
     spec = dataclasses.replace(spec, align="chunk", spec=dataclasses.replace(spec.spec, sliding_window=None))
     batch = spec.build()
     if not batch.live:

@@ -1,8 +1,8 @@
 """Calls of the gradient of the indexer's logits, and the comparison of their results with the reference.
 
-The derivative of relu jumps at 0. If rounding can change the sign of a product, its term is added either whole or not
-at all, so each gradient may be wrong by the terms of such products (`allowances`). A gradient of 16 bits may also be
-wrong by the rounding of each term's coefficient.
+A product is that of a query and a key here. The derivative of its relu jumps at 0. If rounding can change the sign of a
+product, its term in a gradient is either added in full or left out. So each gradient may be wrong by the terms of such
+products (`allowances`). A gradient of 16 bits may also be wrong by the rounding of each term's coefficient.
 """
 
 import dataclasses
@@ -53,14 +53,14 @@ class LogitsGradientBatch(IndexerBatch):
         return visible
 
     def poisoned(self) -> Self:
-        """The poisoned batch, also with NaN and infinities as gradients of logits that are -inf."""
+        """The batch poisoned like its forward call, with NaN and infinities as gradients of logits that are -inf."""
         poison = np.where(np.arange(self.columns) % 2, np.float32(np.nan), np.float32(np.inf))
         return super().poisoned().change(d_logits=np.where(self.visible(), self.d_logits, poison))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogitsGradientSpec:
-    """The parameters of a gradient: those of its forward call, which has packed keys of its queries' dtype."""
+    """The parameters of a gradient: those of its forward call, whose keys are packed and have the queries' dtype."""
 
     of: IndexerSpec
 

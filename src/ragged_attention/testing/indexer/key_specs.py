@@ -56,8 +56,8 @@ class SelectSpec:
     rows: int = 3
     columns: int = 40
     top_k: int = 5
-    values: str = "normal"  # few or one (different values), zeros (of both signs), special, close (neighbours), wide
-    edges: str = "both"  # the edges that are given: none, starts, stops, both, or wild (both, of any int32)
+    values: str = "normal"  # or few, one (equal), zeros (of both signs), special (NaN ...), close (neighbours), wide
+    edges: str = "both"  # the edges in the call: none, starts, stops, both, or wild (both, with any int32)
     strided: bool = False
     seed: int = 0
 
@@ -80,7 +80,7 @@ class SelectSpec:
         starts, stops = self._edges(rng, "starts"), self._edges(rng, "stops")
         columns = np.arange(self.columns)
         for edge, outside in ((starts, np.less), (stops, np.greater_equal)):
-            if edge is not None:  # values outside the edges must not be selected
+            if edge is not None:  # +inf outside the edges, where nothing may be selected
                 logits = np.where(outside(columns, edge[:, None]), np.float32(np.inf), logits)
         return SelectBatch(logits=logits, top_k=self.top_k, starts=starts, stops=stops, strided=self.strided)
 

@@ -1,6 +1,6 @@
-"""`LAWS` of the indexer: properties that need no reference result, by the sentence that each one states.
+"""`LAWS` of the indexer: properties that need no reference result. Each key states its property as a sentence.
 
-The logits of these batches are small integers and therefore exact, so that selections must be equal, not just as good.
+The logits of these batches are small integers and therefore exact. So selections must be equal, not just equally good.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ def the_largest_of_its_logits(runner: Runner, spec: IndexerSpec) -> None:
 
 
 def pages_are_where_keys_lie(runner: Runner, spec: IndexerSpec) -> None:
-    """A paged sequence has the same logits as its keys in packed form with each query's causal range."""
+    """A paged sequence has the same logits as its keys in a packed call with each query's causal range."""
     batch = dataclasses.replace(
         spec, packed=False, relative=False, max_keys=None, lens=spec.lens[:1], padding=0, count="none", cache_dtype=None
     ).build()
@@ -89,7 +89,7 @@ def pages_are_where_keys_lie(runner: Runner, spec: IndexerSpec) -> None:
 
 
 def rows_from_their_own_start(runner: Runner, spec: IndexerSpec) -> None:
-    """With `relative`, a row holds the same logits, moved left by its start."""
+    """With `relative`, a row has the same logits as without it, moved left by the start of the row's range."""
     fixed = {"packed": True, "relative": False, "max_keys": None}
     stored = None if spec.cache_dtype == BYTES else spec.cache_dtype
     batch = dataclasses.replace(spec, **fixed, cache_dtype=stored, ratio=1).build()
@@ -116,7 +116,7 @@ def the_same_bits_again(runner: Runner, spec: IndexerSpec) -> None:
     identical(runner.run("indexer_topk", batch), first[1], "positions")
 
 
-# ---- the gradient of the logits, also of integers, so that sums are exact in any order
+# ---- the gradient of the logits; its inputs are integers too, so that sums are exact in any order
 
 
 def gradient_of(runner: Runner, batch: LogitsGradientBatch) -> tuple[NDArray[Any], ...]:
@@ -137,7 +137,7 @@ def linear_in_d_logits(runner: Runner, spec: LogitsGradientSpec) -> None:
 
 
 def queries_add_up(runner: Runner, spec: LogitsGradientSpec) -> None:
-    """Separate calls for parts of the queries give the same d_q and d_weights, and d_keys that add up."""
+    """Separate calls for parts of the queries give the same d_q and d_weights, and their d_keys add up to the whole."""
     batch = spec.build()
     d_q, d_keys, d_weights = gradient_of(runner, batch)
     d_keys_of_parts = np.zeros_like(d_keys)

@@ -21,7 +21,7 @@ Logits = NDArray[np.float64]
 
 
 def expected(batch: IndexerBatch) -> tuple[Logits, Logits]:
-    """The reference logits, and what each would be if none of its products cancelled."""
+    """The reference logits, and for each logit the sum of its products' magnitudes."""
     batch = batch.logits_call()
     whole = batch.magnitudes().change(weights=np.abs(batch.weights))
     return indexer_logits(**batch.definition()), indexer_logits(**whole.definition())

@@ -13,7 +13,7 @@ from ragged_attention.testing import formats
 from ragged_attention.testing.integers import garbage
 from ragged_attention.testing.paged.specs import Arrays, misplaced, unread
 
-BYTES = "uint8"  # pages of e4m3 values, followed by their scales
+BYTES = "uint8"  # the dtype of pages that hold e4m3 values followed by their scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,7 +73,7 @@ class KeysBatch(Arrays):
         return sequence_bounds(self.cu_q_lens, self.num_seqs, len(self.q))
 
     def seen(self) -> Iterator[tuple[int, NDArray[np.int64], Any]]:
-        """For each token that sees a key: the token, the columns that it sees, and their index into `keys`."""
+        """Yield, for each token that sees a key, the token, the columns that it sees, and their index into `keys`."""
         if self.page_indices is None:
             assert self.starts is not None and self.stops is not None  # noqa: PT018
             for token, edges in enumerate(zip(self.starts.tolist(), self.stops.tolist(), strict=True)):
@@ -114,7 +114,7 @@ class KeysBatch(Arrays):
         return self.change(keys=self.keys[order], key_scale=scale, page_indices=table)
 
     def parts(self) -> list[tuple[slice, Self]]:
-        """Each sequence or, with packed keys, each half of the queries: its rows, and a call of only these rows."""
+        """The rows and the separate call of each sequence or, with packed keys, of each half of the queries."""
 
         def part(rows: slice, **others: Any) -> tuple[slice, Self]:
             return rows, self.change(**{name: getattr(self, name)[rows] for name in self.OF_TOKENS}, **others)
@@ -240,15 +240,15 @@ def pages_of_bytes(codes: NDArray[np.uint8], scales: NDArray[np.float32]) -> NDA
 class IndexerSpec:
     """All parameters of a call except its values, which `build` draws from `seed`."""
 
-    lens: tuple[tuple[int, int], ...] = ((1, 9),)  # (q_len, kv_len) of each sequence, also of packed ones
+    lens: tuple[tuple[int, int], ...] = ((1, 9),)  # (q_len, kv_len) of each sequence, also if keys are packed
     packed: bool = False
     heads: int = 3
     head_dim: int = 16
     dtype: str = "float32"
-    cache_dtype: str | None = None  # None: `dtype`
+    cache_dtype: str | None = None  # None: the same as `dtype`
     page_size: int = 4
     ratio: int = 1
-    scaled: bool = False  # whether keys have separate scales; pages of bytes always hold theirs
+    scaled: bool = False  # whether keys have separate scales; pages of bytes always contain scales
     exact: bool = False  # small integers, so that logits are exact and many are equal
     special: bool = False  # some visible keys hold NaN or infinities
     count: str = "none"  # the type of num_seqs: none, int or array
@@ -319,7 +319,7 @@ class IndexerSpec:
         return {"keys": formats.stored(numbers, self.stored), "key_scale": scales if self.scaled else None}
 
     def _ranges(self, rng: np.random.Generator) -> dict[str, Any]:
-        """The packed keys of consecutive sequences, and each query's range or list of them."""
+        """The packed keys of consecutive sequences, and each query's range or list of keys."""
         edges = np.cumsum([0, *(kv_len for _, kv_len in self.lens)])
         starts, stops = [], []
         for (q_len, kv_len), first in zip(self.lens, edges.tolist(), strict=False):
@@ -336,7 +336,7 @@ class IndexerSpec:
         return self._keys(rng, (limit,)) | ranges | {"relative": self.relative, "max_keys": self.max_keys}
 
     def _lists(self, rng: np.random.Generator, starts: Any, stops: Any, limit: int) -> NDArray[np.int32]:
-        """Lists of packed keys: a random choice from each token's causal range, padded with -1; or any numbers."""
+        """Lists of packed keys: a random choice from each token's causal range, padded with -1; or arbitrary ones."""
         shape = (len(starts), self.listed or 0)
         if self.ranges == "wild":
             return garbage(rng, shape, limit)

@@ -1,4 +1,4 @@
-"""Writes of the indexer's keys by the tables of a step, and the law that they are writes by slots."""
+"""Writes of the indexer's keys by the tables of a step, and the law that they equal writes by slots."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,13 +29,13 @@ def slots_of(batch: IndexerBatch) -> NDArray[np.int32]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableWriteSpec:
-    """The parameters of a `write_indexer_cache` call by the tables of an indexer's call."""
+    """The parameters of a `write_indexer_cache` call that uses the tables of an indexer call."""
 
     of: IndexerSpec
     power_of_two: bool = False
 
     def paged(self) -> IndexerBatch:
-        """The indexer's call, over pages of bytes in which no two positions share a slot."""
+        """The indexer call, over pages of bytes in which no two positions share a slot."""
         fixed = {"packed": False, "relative": False, "max_keys": None, "ratio": 1, "repeated_pages": False}
         return dataclasses.replace(self.of, **fixed, cache_dtype=BYTES).build()
 
@@ -51,7 +51,7 @@ class TableWriteSpec:
 
 
 def tables_are_slots(runner: Runner, spec: IndexerSpec) -> None:
-    """A write by the tables of a step changes the cache as one by the slots that the tables give."""
+    """A write by the tables of a step changes the cache like a write to the slots that the tables give."""
     write = TableWriteSpec(of=spec)
     by_tables = write.build()
     by_slots = by_tables.change(slot_mapping=slots_of(write.paged()), **dict.fromkeys(TABLES))

@@ -1,4 +1,4 @@
-"""Calls of `attention_target`, their comparison with the reference, and laws that need none."""
+"""Calls of `attention_target`, their comparison with the reference, and laws that need no reference."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -51,7 +51,7 @@ class TargetBatch(IndexerBatch):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetSpec:
-    """The parameters of an `attention_target` call: those of an indexer call over packed keys, and its own."""
+    """The parameters of an `attention_target` call: those of an indexer call over packed keys, and a few more."""
 
     of: IndexerSpec
     sm_scale: float | None = None

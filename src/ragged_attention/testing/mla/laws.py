@@ -1,4 +1,4 @@
-"""`MLA_LAWS`: properties of operations on latent caches that need no reference result, by the sentence for each.
+"""`MLA_LAWS`: properties of operations on latent caches that need no reference result. Each key states its property.
 
 A law takes a runner and the spec of a clean batch, without poison or garbage, which laws add themselves. It raises
 AssertionError if the backend breaks it.
@@ -81,7 +81,7 @@ def _expect_nothing(out: NDArray[Any], *logs: NDArray[Any]) -> None:
 def fully_masked_decode(runner: Runner, spec: DecodeSpec) -> None:
     batch = spec.build()
     nothing = _each(batch, (*LISTS, "page_indices"), lambda lists: np.full_like(lists, -1))
-    short = _each(batch, ("indices", "extra_indices", "kv_lens"), lambda given: np.zeros(given.shape[:1], np.int32))
+    short = _each(batch, ("indices", "extra_indices", "kv_lens"), lambda array: np.zeros(array.shape[:1], np.int32))
     short = {{"indices": "topk_lens", "extra_indices": "extra_topk_lens"}.get(n, n): v for n, v in short.items()}
     for case in (batch.change(**nothing), batch.change(**short)):
         _expect_nothing(*runner.run("mla_decode", case))
@@ -140,7 +140,7 @@ def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
         selection.name: latents.repaged(selection.cache, selection.format, np.arange(selection.num_slots), size)
         for selection, size in zip(batch.selections(), (1 + spec.page_size % 5, 4), strict=False)
     }
-    # The last page may have new slots. Entries that were outside the cache and would now name them become -1.
+    # The last page may have additional slots. Entries outside the old cache become -1, because they might name these.
     lists = {
         {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]: _without_outside(selection)
         for selection in batch.selections()
@@ -149,7 +149,7 @@ def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def _without_outside(selection: Selection) -> NDArray[np.int32]:
-    """The lists with -1 in place of every entry beyond the cache."""
+    """The lists with -1 in place of every entry that exceeds the cache's last slot."""
     return np.where(selection.indices < selection.num_slots, selection.indices, np.int32(-1))
 
 
@@ -186,7 +186,7 @@ def order_is_free_in_prefill(runner: Runner, spec: PrefillSpec) -> None:
 
 
 def all_keys_listed_is_dense(runner: Runner, spec: DecodeSpec) -> None:
-    """Lists of all keys that the dense call sees, in any order, give its results, also if it is causal."""
+    """Lists of all keys that the dense call sees, in any order, give the dense call's results, also if it is causal."""
     batch = spec.build()
     listed = np.random.default_rng(spec.seed).permuted(batch.listed(), axis=-1)
     if not listed.shape[-1] or batch.kv_cache.shape[2] > 1:
@@ -261,7 +261,7 @@ def a_double_is_its_multiplicity_in_prefill(runner: Runner, spec: PrefillSpec) -
 
 
 def lengths_cut_lists(runner: Runner, spec: DecodeSpec) -> None:
-    """A length has the effect of cutting the list there, and lengths by sequence equal the same lengths by query."""
+    """A length has the effect of cutting the list there. Lengths by sequence and by query are equivalent."""
     batch = spec.build()
     same_decode(runner, batch, _cut(batch))
     by_query = {
@@ -295,7 +295,7 @@ def parts_merge(runner: Runner, spec: DecodeSpec) -> None:
 
 
 def _share(sinks: NDArray[np.float32] | None, lse: NDArray[Any]) -> NDArray[np.float64]:
-    """The share of weight that sinks leave to the keys; `sinks` goes along the last axis of lse."""
+    """The share of weight that sinks leave to the keys. The last axis of lse is that of the heads, as in `sinks`."""
     lse = lse.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):
         left = 1 / (1 + np.exp((-np.inf if sinks is None else sinks.astype(np.float64)) - lse))
@@ -308,7 +308,7 @@ def _sinks(spec: DecodeSpec | PrefillSpec) -> list[NDArray[np.float32]]:
 
 
 def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
-    """A sink of -inf changes nothing, +inf makes out 0, a finite one scales out by its share; none changes lse."""
+    """A sink of -inf changes nothing, +inf makes out 0, and a finite one scales out by its share. None changes lse."""
     batch = spec.build().change(sinks=None)
     out, lse = runner.run("mla_decode", batch)
     for sinks in _sinks(spec):
@@ -329,7 +329,7 @@ def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None
 
 
 def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
-    """Values of 1 give an out equal to the share of weight that sinks leave, whatever the other columns of the keys."""
+    """Values of 1 give an out equal to the share of weight that sinks leave. The keys' other columns do not matter."""
     batch = spec.build()
     ones = {selection.name: _with_ones(selection, batch.d_v) for selection in batch.selections()}
     out, lse = runner.run("mla_decode", batch.change(**ones))
@@ -394,7 +394,7 @@ def writing_is_quantising(runner: Runner, spec: LatentWriteSpec) -> None:
 
 
 def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> None:
-    """Quantising loses at most half a step, and quantising the result again loses nothing."""
+    """Quantising has an error of at most half a step, and quantising the dequantised result again has no error."""
     batch = spec.build()
     name, layout = spec.format, latents.LAID_OUT[spec.format]
 

@@ -1,4 +1,4 @@
-"""`LAWS`: properties of every backend that need no reference result, by the sentence that each one states.
+"""`LAWS`: properties of every backend that need no reference result. Each key states its property as a sentence.
 
 A law takes a runner and the spec of a clean batch, without poison, garbage or shared pages, which laws add themselves.
 It raises AssertionError if the backend breaks it. These are the laws of `reference/README.md`, in its order.
