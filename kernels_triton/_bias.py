@@ -1,6 +1,8 @@
-"""The soft cap of logits, and what they gain by position: ALiBi slopes, and tables of a relative bias.
+"""The soft cap of logits, and their biases by position: ALiBi slopes, and tables of a relative bias.
 
-Slopes and tables are added to logits in base 2, before masks. A row that does not exist gains nothing.
+A table has one entry for each distance, which is the query's position minus the key's. Its first and last entries also
+serve all distances beyond them. Biases are added to logits in base 2, before masks. A row that does not exist has a
+bias of 0.
 """
 
 import dataclasses
@@ -17,25 +19,25 @@ from ragged_attention.kernels_triton._softmax import LOG2E, soft_capped
 class Bias(Constants):
     """The form of a relative bias [tokens, heads, WIDTH], or [heads, WIDTH] if all queries share the tables."""
 
-    WIDTH: int  # 0 without one
-    AT_OWN: int  # the column of a query's own position
+    WIDTH: int  # 0 without a relative bias
+    AT_OWN: int  # the column of distance 0, a query's own position
     TOKEN_STRIDE: int  # 0 if all queries share the tables
 
 
 class Table(NamedTuple):
     """The tables of a block of rows."""
 
-    rows: tl.tensor  # their addresses
-    exists: tl.tensor  # whether a row exists
+    rows: tl.tensor  # the address of each row's table
+    exists: tl.tensor  # whether each row exists
 
 
 def is_biased(call: Any) -> bool:
-    """Whether logits gain anything by position."""
+    """Whether the call adds ALiBi slopes or a relative bias to logits."""
     return call.alibi_slopes is not None or call.relative_bias is not None
 
 
 def bias_arguments(call: Any, launch: Any, absent: Any) -> tuple[Any, Bias]:
-    """(the relative bias, its form) of a call; `absent` is a stand-in for the array if there is none."""
+    """(the relative bias, its `Bias`) of a call. Without a relative bias, the array is the stand-in `absent`."""
     if call.relative_bias is None:
         return absent, Bias(WIDTH=0, AT_OWN=0, TOKEN_STRIDE=0)
     bias = launch.contiguous(call.relative_bias)
@@ -52,7 +54,7 @@ def load_slopes(slopes_ptr, rows, GROUP: tl.constexpr):
 
 @triton.jit
 def sloped(logits, slope, position, keys, near):
-    """Logits [rows, keys] with what ALiBi adds.
+    """Logits [rows, keys] plus their ALiBi biases.
 
     Positions are counted from `near`, one of the rows' positions, so that float32 holds their differences exactly.
     """
@@ -71,14 +73,17 @@ def table_of(bias_ptr, rows, BIAS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def entries(tables, distance, exists, BIAS: tl.constexpr):
-    """The base-2 entries of tables for distances, query minus key, with which `tables` and `exists` broadcast."""
+    """The base-2 entries for `distance`, query minus key, of the tables at the addresses `tables`; 0 unless `exists`.
+
+    The three tensors broadcast against one another.
+    """
     columns = tl.minimum(tl.maximum(distance + BIAS.AT_OWN, 0), BIAS.WIDTH - 1)
     return tl.load(tables + columns, mask=exists, other=0.0) * LOG2E
 
 
 @triton.jit
 def with_table(logits, table, position, keys, BIAS: tl.constexpr):
-    """Logits [rows, keys] with what the rows' tables add."""
+    """Logits [rows, keys] plus the entries of the rows' tables."""
     return logits + entries(table.rows[:, None], position[:, None] - keys[None, :], table.exists[:, None], BIAS)
 
 
@@ -86,7 +91,7 @@ def with_table(logits, table, position, keys, BIAS: tl.constexpr):
 def capped_and_biased(logits, queries, keys, visible, FORM: tl.constexpr):
     """(logits [rows, keys] with their soft cap and biases, the factor that converts them to base 2), before masks.
 
-    `queries` has the factors, slopes and tables of the rows. FORM says what of these the call has.
+    `queries` has the factors, slopes and tables of the rows. FORM says which of them the call has.
     """
     if FORM.HAS_SOFT_CAP:
         logits = soft_capped(logits * queries.inner, queries.cap)

@@ -1,14 +1,16 @@
-"""The gradient of a relative bias: the gradients of logits, added up by the columns of their distances.
+"""The gradient of a relative bias: the gradients of logits, summed over the pairs that share a table column.
 
+A column stands for a distance, query minus key. The first and the last column also stand for all distances beyond them.
 A program holds a block of one head's queries and visits the keys that they see, in blocks of at least as many keys. A
-query has at most one key in each column between the first and the last one. So if each query has its own table, a
-block's gradients go to their columns without being added up.
+query has at most one key in each column between the first and the last one. So if each query has its own table, the
+gradients of these columns are stored without a summation.
 
-If the queries share the tables, the diagonals of a block are added up. Rotating row r of the block by r columns turns
-diagonals into columns: the part that is not rotated past the end belongs to the block's own distances, and the rest to
-those of the block before, whose own part is kept until then. So each column of a block of queries is added to memory
-once. A program visits several blocks of queries and adds to its own row of sums, and the rows are added up at last.
-No order of sums depends on when programs run.
+If the queries share the tables, the diagonals of each tile [queries, keys] are added up, because a diagonal has one
+distance. Rotating row r of the tile by r columns turns diagonals into columns. The elements that do not wrap around
+have distances of this tile. Those that wrap around have distances of the previous tile, whose own sums stay in
+registers until these are added. So each block of queries adds to each column in memory once. A program visits several
+blocks of queries and adds to its own row of sums. The programs' rows are added up at the end. No order of summation
+depends on when programs run.
 """
 
 import dataclasses
@@ -38,14 +40,14 @@ from ragged_attention.kernels_triton._varlen import (
 )
 from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, signed_scales, weigh
 
-MOST_SUMS = 2**24  # floats in the programs' rows of sums
+MOST_SUMS = 2**24  # maximum floats in the rows of sums of all programs
 SMALLEST = 16  # queries of the smallest block
-WIDEST_HELD: tl.constexpr = tl.constexpr(384)  # columns of a query and its d_out that registers can hold
-PROGRAMS = 2048  # enough for any GPU, if each has several blocks of queries
+WIDEST_HELD: tl.constexpr = tl.constexpr(384)  # maximum columns of a query plus its d_out in registers
+PROGRAMS = 2048  # programs of all heads, if there are enough blocks of queries; they fill any GPU
 
 
 class QueryArrays(NamedTuple):
-    """The addresses of one sequence's rows of one head."""
+    """The addresses of one sequence's queries, d_out and terms, for one head."""
 
     q: Array
     d_out: Array
@@ -71,7 +73,7 @@ class Queries(NamedTuple):
 
 @triton.jit
 def load_wide(queries, CONFIG: tl.constexpr):
-    """(q, d_out) of a block of queries. Registers cannot hold wide ones while a loop visits keys, so it loads them."""
+    """(q, d_out) of a block of queries. Wide queries are loaded in every iteration: registers cannot hold them."""
     q = queries.q
     d_out = queries.d_out
     if CONFIG.Q.MAIN + CONFIG.Q.REST + CONFIG.OUT.MAIN + CONFIG.OUT.REST > WIDEST_HELD:
@@ -82,7 +84,7 @@ def load_wide(queries, CONFIG: tl.constexpr):
 
 @triton.jit
 def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexpr):
-    """The gradients of the logits [queries, keys] of the keys from `block` on; 0 for keys that a query does not see."""
+    """The gradients of logits [queries, keys] for the keys from `block` on; 0 for keys that a query does not see."""
     LISTS: tl.constexpr = CONFIG.LISTS
     BLOCK: tl.constexpr = CONFIG.BLOCK_KV
     key = block + tl.arange(0, BLOCK)
@@ -106,7 +108,7 @@ def gradients_of_logits(queries, keys, block, visible, mask, CONFIG: tl.constexp
     if CONFIG.HAS_SHARE:
         d_weights = queries.share[:, None] * d_weights
     d_logits = d_logits + weights * d_weights
-    if CONFIG.MASK.RANGES > 0 or LISTS is not None:  # rows that see no key, and such keys, may be NaN
+    if CONFIG.MASK.RANGES > 0 or LISTS is not None:  # rows that see no key, and keys that no row sees, may be NaN
         d_logits = tl.where(seen, d_logits, 0.0)
     return d_logits
 
@@ -123,14 +125,14 @@ def load_queries(arrays, first, readable, scales, table, named, CONFIG: tl.const
 
 @triton.jit
 def add_between(sums_ptr, columns, sums, WIDTH: tl.constexpr):
-    """Add sums to the memory of their columns, if these are between the first and the last column."""
+    """Add `sums` to their `columns` in memory, except to the first and the last column of the table."""
     mask = (columns > 0) & (columns < WIDTH - 1)
     tl.store(sums_ptr + columns, tl.load(sums_ptr + columns, mask=mask, other=0.0) + sums, mask=mask)
 
 
 @triton.jit
 def ends_of(d_logits, columns, WIDTH: tl.constexpr):
-    """(sums of each row's gradients in the first column, or before it; in the last column, or after it)."""
+    """(sum in or before the first column, sum in or after the last column) of each row's gradients."""
     first = tl.sum(tl.where(columns <= 0, d_logits, 0.0), 1)
     last = tl.sum(tl.where((columns >= WIDTH - 1) & (columns > 0), d_logits, 0.0), 1)
     return first, last
@@ -138,7 +140,10 @@ def ends_of(d_logits, columns, WIDTH: tl.constexpr):
 
 @triton.jit
 def add_diagonals(queries, keys, edges, visible, mask, sums_ptr, ends, CONFIG: tl.constexpr):
-    """Add the gradients of a block of queries to the sums of their head; returns `ends` with the rest added."""
+    """Add the gradients of a block of queries to the sums of their head.
+
+    The gradients of the first and the last column are added to `ends` instead. Returns the new `ends`.
+    """
     BLOCK: tl.constexpr = CONFIG.BLOCK_KV
     WIDTH: tl.constexpr = CONFIG.BIAS.WIDTH
     first, last = ends
@@ -164,7 +169,7 @@ def store_own(queries, keys, edges, visible, mask, d_tables, CONFIG: tl.constexp
     """Store the gradients of a block of queries that have their own tables, at the addresses `d_tables`."""
     BLOCK: tl.constexpr = CONFIG.BLOCK_KV
     WIDTH: tl.constexpr = CONFIG.BIAS.WIDTH
-    own = visible.position + CONFIG.BIAS.AT_OWN  # minus a key, it is the key's column
+    own = visible.position + CONFIG.BIAS.AT_OWN  # a key's column is `own` minus the key
     first = tl.zeros([CONFIG.BLOCK_Q], tl.float32)
     last = tl.zeros([CONFIG.BLOCK_Q], tl.float32)
     for block in range(edges.start, edges.end, BLOCK):
@@ -197,7 +202,7 @@ def bias_kernel(
 ):  # fmt: skip
     """Compute the gradients of a head's tables for several blocks of queries.
 
-    Queries that share a table have one row of `sums` [programs, heads, WIDTH] for each program, which is added up
+    If queries share the tables, each program has a row of `sums` [programs, heads, WIDTH], and these rows are added up
     later. Otherwise `sums` is the gradient, [tokens, heads, WIDTH].
     """
     BLOCK: tl.constexpr = CONFIG.BLOCK_Q
@@ -222,11 +227,11 @@ def bias_kernel(
         if (first_row >= 0) & (first_row < q_len):
             row = first_row + tl.arange(0, BLOCK)
             readable = row < q_len
-            if CONFIG.MASK.CAUSAL:  # rows that see no key are not read, so masks on the logits are enough
+            if CONFIG.MASK.CAUSAL:  # rows that see no key may be NaN, so they are not read
                 readable = readable & (row >= q_len - kv_len)
             visible, edges = visible_blocks(Rows(row, q_len, start, head), first_row, q_len, kv_len, mask, CONFIG)
             if CONFIG.MASK.RANGES:
-                edges = hull_edges(visible, CONFIG.BLOCK_KV)  # diagonals are added up over neighbouring blocks
+                edges = hull_edges(visible, CONFIG.BLOCK_KV)  # one range, because tiles pass sums to the next one
             q_rows = rows_of(q_ptr, start, head, q_head_stride, CONFIG.Q)
             d_out_rows = rows_of(d_out_ptr, start, head, d_out_head_stride, CONFIG.OUT)
             k_rows = rows_of(k_ptr, kv_start, kv_head, k_head_stride, CONFIG.K)
@@ -236,13 +241,13 @@ def bias_kernel(
             arrays = QueryArrays(q_rows, d_out_rows, terms)
             tables = Table(bias_ptr + table, row < q_len)
             named = Named(row, row)  # a stand-in, not used without lists
-            if CONFIG.LISTS is not None:  # each query is a job
+            if CONFIG.LISTS is not None:  # each query is a job of its own; see `_selected`
                 job = row + start + block - first_row // BLOCK - start // BLOCK
                 named = named_blocks(lists_ptr, job, kv_head, CONFIG.LISTS, readable)
             queries = load_queries(arrays, first_row, readable, scales, tables, named, CONFIG, GROUP)
             keys = Keys(k_rows, v_rows)
             if STRIDE == 0:
-                tl.debug_barrier()  # other threads stored the zeros and the sums of the block before
+                tl.debug_barrier()  # other threads stored zeros, and the previous block's sums
                 first, last = add_diagonals(queries, keys, edges, visible, mask, sums_ptr, (first, last), CONFIG)
             else:
                 store_own(queries, keys, edges, visible, mask, sums_ptr + table, CONFIG)
@@ -260,8 +265,8 @@ def bias_gradient(
 ) -> Any:
     """Enqueue the kernels; returns the gradient of `relative_bias`.
 
-    `edges` has cu_q_lens and cu_kv_lens. The other arguments are those of the dk and dv kernel, whose tile this kernel
-    has, too: it needs fewer registers.
+    `edges` has cu_q_lens and cu_kv_lens. The other arguments are those of the dk and dv kernel. This kernel also uses
+    the tile of that kernel, which needs more registers.
     """
     block_q, block_kv = block_sizes(call, tile)
     blocks, shape = max_blocks(call.num_q_tokens, block_q, call.num_seqs), call.relative_bias.shape
@@ -288,9 +293,10 @@ def bias_gradient(
 
 
 def block_sizes(call: Any, tile: Any) -> tuple[int, int]:
-    """(queries, keys) per block, from the sizes of a tile. Wide ones are smaller, to fit registers and shared memory.
+    """(queries, keys) per block, from the sizes of a tile. Wide heads have smaller blocks, which fit the hardware.
 
-    With as many keys as queries, the compiler unrolls the loop over keys, which takes too many registers.
+    A block has twice as many keys as queries. With as many keys as queries, the compiler would unroll the loop over
+    keys, which takes too many registers. Only wide heads in float32 have equal numbers.
     """
     block_q, is_wide = min(tile.block_q, tile.block_kv), _varlen.columns(call) > WIDEST_HELD.value
     if is_wide and item_size(call.q) == 4:
@@ -300,5 +306,5 @@ def block_sizes(call: Any, tile: Any) -> tuple[int, int]:
 
 
 def _of_one_head(layout: Any) -> Any:
-    """The layout of an array of queries, each head of which is treated like a KV head."""
+    """The layout of an array of queries, with each query head as a KV head of its own."""
     return dataclasses.replace(layout, GROUP=1)

@@ -1,9 +1,10 @@
 """The scores of blocks of keys for each index head in Triton, and the selection of blocks.
 
-The scores' kernel multiplies the rows of neighbouring tokens of one sequence, all heads that share a head of keys,
-with a tile of keys, and keeps the largest product of each block. Columns count from the first key that a token sees. A
-tile holds whole blocks, so nothing has to be merged. The selection is that of `top_k_indices`; a kernel before it
-raises the scores of blocks that are always selected.
+A block's score is its largest product of the query and a key. The score kernel multiplies a tile of queries with a tile
+of keys. The queries are those of neighbouring tokens of one sequence, for the heads that share a head of keys. Columns
+are keys, counted from the first key that a token sees. A tile holds whole blocks, so programs have no scores to merge.
+Blocks are selected by the kernels of `top_k_indices`. Before that, `raise_kernel` raises the scores of blocks that are
+always selected.
 """
 
 import dataclasses
@@ -59,9 +60,9 @@ LARGEST_FINITE: tl.constexpr = tl.constexpr(0x7F7FFFFF)  # the bits of the large
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """The tunable sizes of the kernel of the scores."""
+    """The tunable sizes of the score kernel."""
 
-    block_n: int = 128  # keys per product, unless a block has more
+    block_n: int = 128  # keys per product, unless a block has more keys
     block_t: int = 16  # tokens per program
     num_warps: int = 4
 
@@ -71,7 +72,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
-    """The compile-time constants of the kernel of the scores."""
+    """The compile-time constants of the score kernel."""
 
     SHAPE: Shape
     SIGHT: Sight
@@ -84,7 +85,7 @@ class Config(Constants):
 
 
 class Rows(NamedTuple):
-    """The rows of a product: a token and a head for each, and the number of columns that the token sees."""
+    """The rows of a product, each with its token and head. `seen` is the number of columns that the token sees."""
 
     token: tl.tensor
     head: tl.tensor
@@ -154,7 +155,7 @@ def block_scores_kernel(
 ):  # fmt: skip
     """Compute the scores of a tile of columns for a few tokens and the heads that share a head of keys.
 
-    Tokens of one sequence, or of packed keys that begin alike, are one product.
+    The tokens of one product belong to one sequence or, if keys are packed, have ranges that begin at the same key.
     """
     SHAPE: tl.constexpr = CONFIG.SHAPE
     HEAD_BLOCKS: tl.constexpr = (CONFIG.GROUP + CONFIG.GROUP_BLOCK - 1) // CONFIG.GROUP_BLOCK
@@ -206,9 +207,9 @@ def raise_kernel(
     given_ptr, target_ptr, out_ptr, token_stride, head_stride, num_blocks, row_stride,
     HEADS: tl.constexpr, IN_PLACE: tl.constexpr, INIT: tl.constexpr, LOCAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write a row of scores in which blocks that are always selected have infinity, and no other block does.
+    """Write a row of scores in which exactly the blocks that are always selected have the score infinity.
 
-    Other positive scores become the next smaller float32, so that infinity is free and their order remains.
+    Every other positive score becomes the next smaller float32. So none of them is infinite, and their order remains.
     """
     row = tl.program_id(0).to(tl.int64)
     target = out_ptr + row * row_stride
@@ -237,12 +238,12 @@ def why_not(call: Any) -> str | None:
 
 
 def group_block(call: Any) -> int:
-    """The number of heads per product, of those that share a head of keys."""
+    """The number of heads per product, among the heads that share a head of keys."""
     return min(next_power_of_2(call.group), MAX_ROWS)
 
 
 def heuristic(call: Any) -> Tile:
-    """The tile for a call: a program computes one token of decodes, as many of prompts as a product has rows."""
+    """The tile for a call. A program has one token of a decode, or enough tokens of a prompt to fill a product."""
     return tile_for(call, indexer_logits.decodes(call))
 
 

@@ -17,7 +17,7 @@ from ragged_attention.kernels_triton._softmax import LN2, finish, merge_parts
 from ragged_attention.kernels_triton._splits import Batch, Division, schedule_edge, stored_splits
 from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, dependent, next_power_of_2, overlaps
 
-TOGETHER: tl.constexpr = tl.constexpr(4)  # segments that a row's sums visit in one iteration
+TOGETHER: tl.constexpr = tl.constexpr(4)  # segments merged in one iteration
 # The values that a warp merges at a time. With other numbers of warps, some shapes spill 8 to 16 bytes on sm_80.
 VALUES_PER_WARP = 2048 if OLDER_COMPILER else 1024
 
@@ -51,12 +51,12 @@ class Combination(Constants):
 
 @triton.jit
 def merge_segments(parts_ptr, lses_ptr, count, stride, DV: tl.constexpr, DV_PAD: tl.constexpr):
-    """`merge_parts` in the order of the parts, with the bits of a program that visits all segments."""
+    """`merge_parts`, but in the order of the parts: the bits equal those of one program that visits all segments."""
     dv = tl.arange(0, DV_PAD)
     one = tl.arange(0, 1)
     state = (tl.full([1], float("-inf"), tl.float32), tl.zeros([1], tl.float32), tl.zeros([1, DV_PAD], tl.float32))
     for start in range(0, count, TOGETHER):
-        for index in tl.static_range(TOGETHER):  # whose loads the compiler can put before all sums
+        for index in tl.static_range(TOGETHER):  # unrolled, so that all loads can precede the sums
             place = (start + index + one).to(tl.int64) * stride
             exists = start + index + one < count
             lse = tl.load(lses_ptr + place, mask=exists, other=float("-inf"))
@@ -76,7 +76,8 @@ def combine_kernel(
 ):  # fmt: skip
     """Merge the splits of an item's rows of one KV head; the programs along the grid's third axis share the rows.
 
-    The kernel computes the item's splits as the attention kernel did. An item with one split already has its result.
+    The kernel computes how the item was split in the same way as the attention kernel. An item with one split already
+    has its result.
     """
     if COMBINATION.PDL:
         gdc_wait()
@@ -148,7 +149,7 @@ def combine_kernel(
 
 
 def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, numbers: Any, **constants: Any) -> Any:
-    """Enqueue the kernel; returns `results`, in which it writes the rows that were split.
+    """Enqueue the kernel; returns `results`, in which the kernel writes the rows that were split.
 
     `stored` has the parts [splits, ITEMS, K, ROWS, DV], their lses and largest logits without the last axis, and the
     schedule. `results` has out, lse and optionally the largest logits. `operands` has cu_q_lens, num_seqs, sinks,
@@ -157,7 +158,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     """
     wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
     width = next_power_of_2(call.out_shape[-1])
-    at_once = 2 * TOGETHER.value if constants.get("IN_ORDER") else constants["MERGED"]  # rows in registers
+    at_once = 2 * TOGETHER.value if constants.get("IN_ORDER") else constants["MERGED"]  # partial rows in registers
     combination = Combination(
         NUM_HEADS=call.num_q_heads,
         DV=call.out_shape[-1],

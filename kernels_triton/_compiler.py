@@ -15,10 +15,11 @@ VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 # inline assembly.
 FENCELESS: tl.constexpr = tl.constexpr(VERSION < (3, 7, 1) and not INTERPRETED)
 
-# Whether the compiler misplaces operands with 16 keys or columns to sum over, if they are computed from single bytes
-# and from joined codes of four bits. It selects a layout with eight neighbours of 32 per thread, and so pairs weights
-# with the wrong keys, or columns of queries with the wrong columns of keys. If the bytes are loaded in a branch, the
-# compiler does not see their size.
+# Whether the compiler mixes up the elements of a product that sums over only 16 keys or columns. This happens if an
+# operand is computed from single bytes and from joined four-bit codes. The compiler then selects a layout in which each
+# thread has eight neighbouring elements of 32. So it pairs weights with the wrong keys, or columns of queries with the
+# wrong columns of keys. As a workaround, the bytes are loaded in a branch, so that the compiler does not see their
+# size.
 MISPAIRS_FEW: tl.constexpr = tl.constexpr(VERSION < (3, 7) and not INTERPRETED)
 
 
@@ -34,9 +35,10 @@ def fence_copies(a):
 
     On Hopper such a product is a `wgmma`, which reads shared memory through the async proxy, while `cp.async` writes
     through the generic proxy. The PTX ISA requires a proxy fence after the wait for the copies and before the product.
-    The compiler keeps this fence in place: after the wait and the barrier, where later versions put theirs, and in the
-    same iteration of a pipelined loop. Either costs two to six machine instructions. With Triton 3.6.0, 78 of 89
-    kernels need it. One of them takes one more register, and none spills more.
+    The compiler leaves this fence in its place: after the wait and the barrier, where later versions put theirs, and in
+    the same iteration of a pipelined loop. This fence and that of later versions both cost two to six machine
+    instructions. With Triton 3.6.0, 78 of 89 kernels need it. One of them takes one more register, and none spills
+    more.
 
     On Blackwell the fence would have no effect, because the compiler moves `tcgen05` products, but not the fence, to
     other iterations.
@@ -50,8 +52,8 @@ def always(block, begin):
     """True, since a loop that begins at `begin` visits no earlier `block`; but the compiler cannot know this.
 
     The value is the condition of a branch around the product of queries and keys. The branch hides from Triton 3.6 to
-    3.9 that the product with the values depends on this product. Otherwise they assign whole rows to each warp, and
-    with 64 rows and eight warps, half of the warps repeat the work of the other half.
+    3.9 that the product with the values depends on this product. Otherwise these versions assign whole rows to each
+    warp. With 64 rows and eight warps, half of the warps then repeat the work of the other half.
     """
     return block >= begin
 
@@ -108,9 +110,9 @@ def aligned_down(number, STEP: tl.constexpr):
     """(`number` rounded down to a multiple of STEP, the remainder), for a pointer and the offsets from it.
 
     If blocks are smaller than STEP, the offsets change from one iteration of a loop to the next, so each iteration
-    computes them. Offsets that do not change stay in registers throughout the loop with Triton 3.6 to 3.9, two for each
-    row of a thread. In the gradient of heads with 192 columns that spills 16 bytes on sm_90 (3.9). The code of other
-    loops is 2 to 17 % shorter with STEP = 1.
+    computes them. With STEP = 1 they do not change, and Triton 3.6 to 3.9 keep them in registers throughout the loop,
+    two registers for each row of a thread. In the gradient of heads with 192 columns, this spills 16 bytes on sm_90
+    (3.9). In other loops, STEP = 1 makes the code 2 to 17 % shorter.
     """
     rest = number % STEP
     return number - rest, rest

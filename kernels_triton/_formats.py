@@ -40,7 +40,7 @@ def number_format(kind: str, arch: str) -> str:
 
 
 def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
-    """(K array, V array, stride arguments). If K and V are interleaved, both are one array; see `array_heads`.
+    """(K array, V array, stride arguments). If K and V are interleaved, the two arrays are one; see `array_heads`.
 
     4-bit codes are read two bytes at a time, so an array whose rows begin at odd addresses is copied.
     """
@@ -48,7 +48,7 @@ def cache_views(call: Any, launch: Any) -> tuple[Any, Any, dict[str, int]]:
         launch.aligned(pages, 2) if form.packed_codes else pages
         for pages, form in zip(call.sides, (call.k_format, call.v_format), strict=True)
     )
-    if len(k_pages.shape) == 3:  # packed keys, each of which is a page
+    if len(k_pages.shape) == 3:  # packed keys; each key counts as a page
         k, v = launch.packed(k_pages), launch.packed(v_pages)
         return k, v, stride_arguments(launch, ("page", "head"), k=k, v=v) | {"k_slot_stride": 0, "v_slot_stride": 0}
     return k_pages, v_pages, stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
@@ -74,7 +74,7 @@ def scale_arguments(scale: Any, stand_in: Any, launch: Any) -> tuple[Any, float,
 
 @triton.jit
 def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
-    """A KV head's scale, from an array of one scale (STRIDE 0) or one per head (1), or the number `factor` (-1)."""
+    """A KV head's scale. STRIDE is 0 for an array of one scale, 1 for a scale per head, -1 for the number `factor`."""
     scale = factor
     if STRIDE >= 0:
         scale = tl.load(scale_ptr + kv_head * STRIDE).to(tl.float32)
@@ -220,7 +220,7 @@ def in_float16(q):
 @triton.jit
 def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr,
                   NEGATIVE_ZERO: tl.constexpr = True):  # fmt: skip
-    """float32 as 8-bit float codes, rounded to nearest even, saturated, the same on all devices.
+    """float32 as 8-bit float codes, rounded to nearest even and saturated. All devices produce identical codes.
 
     NaN keeps its sign. In a format without NEGATIVE_ZERO, the code of -0 is the only NaN, and -0 becomes 0.
     """

@@ -33,7 +33,7 @@ class HeadsFirstStrides:
 
 @triton.jit
 def live_rows(length, num_tokens, ALIGN: tl.constexpr):
-    """The number of a chunk's query tokens that the sequence has; with ALIGN "chunk", this can be fewer than all."""
+    """The number of a chunk's query tokens that belong to the sequence: all, or perhaps fewer with ALIGN "chunk"."""
     live = num_tokens
     if ALIGN == "chunk":
         live = tl.where(length > 0, (length - 1) % tl.maximum(num_tokens, 1) + 1, 0)
@@ -64,7 +64,7 @@ def invariant_tile(call: HeadsFirstCall) -> Tile:
 
 
 def ragged(call: HeadsFirstCall, **indices: Any) -> RaggedHeadsFirst:
-    """The call as a ragged one, with its index arrays; scales of slots are scale pages."""
+    """The call as a ragged call with the index arrays `indices`. Its scales of slots become scale pages."""
     k_scales, v_scales = call.scales
     return call.as_ragged(k_scale_pages=k_scales, v_scale_pages=v_scales, **indices)
 

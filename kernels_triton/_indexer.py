@@ -1,8 +1,9 @@
-"""The lightning indexer's logits: visible keys, operands, and the two kernels.
+"""The lightning indexer's logits: visible keys, operands, and the kernels.
 
-A matrix product multiplies a block of keys with the heads of one token. The kernel weights it in registers and sums it
-over heads, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and visits
-neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys.
+A matrix product multiplies a block of keys with the heads of one token. The kernel weights this product in registers
+and sums it over heads, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and visits
+neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys. In the *list*
+kernel, a program has one token and a block of entries of its list of packed keys.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ from ragged_attention.kernels_triton._softmax import matmul, sum_of_products
 from ragged_attention.kernels_triton._splits import LARGEST_INT, Batch
 
 SEQUENCES: tl.constexpr = tl.constexpr(128)  # sequences that a program searches at a time
-LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program, if there are enough
+LEAST_BLOCKS: tl.constexpr = tl.constexpr(4)  # minimum key blocks per program, unless a token sees fewer
 FILLED: tl.constexpr = tl.constexpr(256)  # columns set to -inf at a time
 
 
@@ -26,7 +27,7 @@ FILLED: tl.constexpr = tl.constexpr(256)  # columns set to -inf at a time
 class Sight(Constants):
     """The constants that determine which keys a token sees."""
 
-    PAGED: bool  # whether keys are in pages and lengths decide what a token sees; otherwise each token has a range
+    PAGED: bool  # whether keys are in pages, and lengths decide what a token sees; else each token has a range
     RATIO: int  # tokens of a sequence that each key represents
     RELATIVE: bool  # whether a row of logits begins at the first key that its token sees
     HAS_NUM_SEQS: bool
@@ -81,7 +82,7 @@ class Tables(NamedTuple):
     batch: Batch  # the sequences, if keys are in pages
     starts_ptr: tl.tensor  # each token's range [start, stop), if keys are packed
     stops_ptr: tl.tensor
-    num_columns: tl.tensor  # columns of the logits: with packed keys, the number of keys
+    num_columns: tl.tensor  # columns of the logits; if keys are packed, the number of keys
     longest: tl.tensor  # the maximum number of keys that a token sees in its range
 
 
@@ -172,7 +173,7 @@ def find_sequence(token, batch):
 
 @triton.jit
 def seen_in_sequence(token, sequence, RATIO: tl.constexpr):
-    """The number of keys of its sequence that a token sees."""
+    """The number of keys in `sequence` that one of its tokens sees."""
     seen = tl.maximum(sequence.kv_len - (sequence.stop - token) + 1, 0) // RATIO
     return tl.where(sequence.start < sequence.stop, seen, 0)
 
@@ -444,8 +445,9 @@ def tile_logits_kernel(
 def walked_keys(block, walk, CONFIG: tl.constexpr):
     """(keys, seen) of block `block` of a walk; `seen` masks the keys that the token sees.
 
-    Block 0 begins at `first`, rounded down to a multiple of BLOCK_N. With candidates, a walk has the keys of the
-    candidate blocks instead, whose positions count from `first` if RELATIVE. After the last block, `seen` is False.
+    Block 0 begins at `walk.first`, rounded down to a multiple of BLOCK_N. With candidates, a walk visits the keys of
+    the candidate blocks instead. Candidate blocks are numbered from `walk.first` if RELATIVE, else from key 0. After
+    the last block, `seen` is False.
     """
     BLOCK_N: tl.constexpr = CONFIG.BLOCK_N
     SIZE: tl.constexpr = CONFIG.CANDIDATE_SIZE
@@ -480,7 +482,7 @@ def walk_keys(token, seq, begin, walk, operands, row_ptr, CONFIG: tl.constexpr):
         if IN_FLOAT16:
             queries, unit = in_float16(queries)
             weights = weights * unit
-        queries = tl.trans(queries)  # otherwise Triton 3.6 to 3.9 copy them to shared memory in every iteration
+        queries = tl.trans(queries)  # in the loop, Triton 3.6 to 3.9 would copy them to shared memory every time
     keys, seen = walked_keys(begin, walk, CONFIG)
     page = pages_of_keys(keys, seen, seq, operands.table, SHAPE.PAGE_SIZE)
     for index in range(walk.end - begin):
@@ -535,7 +537,7 @@ def walk_logits_kernel(
 
 @triton.jit
 def listed_keys(lists_ptr, token, block, list_stride, list_length, num_keys, BLOCK_N: tl.constexpr):
-    """(column, key, page) of a block of entries in a token's list of packed keys; the page is -1 if it names no key."""
+    """(column, key, page) of a block of entries in a token's list of packed keys; page -1 if an entry names no key."""
     column = block * BLOCK_N + tl.arange(0, BLOCK_N)
     entries = lists_ptr + token.to(tl.int64) * list_stride + column
     key = tl.load(entries, mask=column < list_length, other=-1)

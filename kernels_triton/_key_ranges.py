@@ -1,14 +1,14 @@
 """Calls with key ranges: the key blocks that a block of rows visits, and the queries that see a block of keys.
 
-Each row has several ranges. The ranges with the same index in all rows of a block form one range of the block, which
-contains them all. A block's ranges are sorted by their first keys and visited one after the other. Within a range, the
-key blocks in the middle, which every row sees, need no mask; the others do. If ranges overlap, the earlier one gets the
-shared blocks, so no block is visited twice.
+Each row has several ranges of keys. For each index, the smallest range that contains the rows' ranges with this index
+is a range of the *row block*. The ranges of a row block are sorted by their first keys and visited one after the other.
+Within a range, every row sees the key blocks in the middle, which need no mask; the key blocks at both ends do. If
+ranges of a row block overlap, the earlier range gets the shared key blocks, so no key block is visited twice.
 
 There are two masked loops. For solid ranges (see `RowRanges`), which nearly all masks of models have, the loop compares
 each row's ranges with keys only to hide logits. For other ranges, an exact loop also finds the keys that no row sees.
-It visits blocks of half the size, because with whole blocks its registers would limit the tile of all three loops. With
-Triton 3.6, smaller blocks take more registers, so the exact loop keeps whole blocks.
+It visits blocks of half the size, because with whole blocks its registers would limit the tile of all three loops (the
+third is the unmasked loop). With Triton 3.6, smaller blocks take more registers, so the exact loop keeps whole blocks.
 """
 
 import triton
@@ -23,7 +23,7 @@ SMALLEST_BLOCK = 16  # minimum keys of a matrix product
 
 
 def smaller_block(block_kv: int) -> int:
-    """Half the keys of a block, for loops that would otherwise take too many registers."""
+    """The keys per block of a loop that takes too many registers with `block_kv` keys: half as many, if possible."""
     return block_kv if OLDER_COMPILER else max(block_kv // 2, SMALLEST_BLOCK)
 
 
@@ -44,7 +44,7 @@ def ranks_of(first, KIND: tl.constexpr):
 
 @triton.jit
 def with_rank(rank, ranks, numbers, KIND: tl.constexpr):
-    """The number of the range with this rank; `numbers` has one for each range."""
+    """The element of `numbers` that belongs to the range with this rank; `numbers` has one element for each range."""
     number = numbers[0]
     for index in tl.static_range(1, KIND.RANGES):
         number = tl.where(ranks[index] == rank, numbers[index], number)
@@ -55,7 +55,7 @@ def with_rank(rank, ranks, numbers, KIND: tl.constexpr):
 def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, EDGE: tl.constexpr):
     """The `Edges` of the keys [start, stop) that a block of rows sees, where `start` is the first key of a block.
 
-    BLOCK and EDGE are the sizes of blocks without and with a mask.
+    Blocks have BLOCK keys in the unmasked loop, and EDGE keys in the masked loop.
     """
     ranks = ranks_of(ranges.first, KIND)
     parts = ()
@@ -77,7 +77,7 @@ def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, ED
 
 @triton.jit
 def exact_and_other_ends(edges, solid, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """The blocks at both ends, for the exact loop and for the other masked loop. One of the loops gets none."""
+    """(blocks at both ends for the exact loop, the same for the other masked loop); one of the loops gets none."""
     return none_unless(solid == 0, end_blocks(edges, EXACT)), none_unless(solid, end_blocks(edges, BLOCK))
 
 

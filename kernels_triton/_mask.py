@@ -1,12 +1,12 @@
 """Causal masks, sliding windows, draft masks and ranges of keys.
 
-A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position
-to the next. To add a kind of mask, change `first_key`, `end_key`, `MaskKind`, `key_limit` and the arguments below. For
-packed sequences also change `sees`, which saves comparisons; for gradients, the inverses `first_query` and `end_query`,
-which give the queries that see a key. A draft mask hides further individual keys.
+A mask gives each query position one range of keys, [first_key, end_key), whose ends never decrease from one position to
+the next. To add a kind of mask, change `first_key`, `end_key`, `MaskKind`, `key_limit` and the functions below that
+return kernel arguments. For packed sequences also change `sees`, which saves comparisons; for gradients, the inverses
+`first_query` and `end_query`, which give the queries that see a key. A draft mask hides further individual keys.
 
-Ranges that the caller gives have no order, and replace the other masks. A block of rows loads its own (`RowRanges`),
-and `_key_ranges` says which blocks of keys it visits.
+Ranges of keys from the caller have no order, and replace the other masks. A program loads the ranges of its block of
+rows (`RowRanges`). `_key_ranges` determines which blocks of keys it visits.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ class MaskKind(Constants):
     HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
     RANGES: int = 0  # ranges of keys that each query has; if there are any, there are no other masks
     HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a sequence's first keys can be hidden from a query
-    HIDES: bool = dataclasses.field(init=False)  # whether a query's range of keys can lack some of them
+    HIDES: bool = dataclasses.field(init=False)  # whether anything but a draft mask can hide keys from a query
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "HAS_FIRST_KEY", self.HAS_WINDOW)
@@ -54,7 +54,7 @@ class Mask(NamedTuple):
 class Visible(NamedTuple):
     """The keys of a sequence that a block of rows sees."""
 
-    first: tl.tensor  # some row sees the keys [first, last)
+    first: tl.tensor  # no row sees a key outside [first, last)
     last: tl.tensor
     low: tl.tensor  # the rows' query positions are in [low, high]
     high: tl.tensor
@@ -66,10 +66,10 @@ class Visible(NamedTuple):
 
 
 class RowRanges(NamedTuple):
-    """The key ranges of a block's rows. The tuples describe the ranges of the block, with one number for each range.
+    """The key ranges of a block of rows. Element i of each tuple describes all rows' ranges with index i.
 
-    Each range of a row lies within the keys [first, last) of the block's range, and contains [whole_first, whole_last)
-    unless that is empty.
+    Each row's range i lies within [first[i], last[i]), and contains [whole_first[i], whole_last[i]) unless that is
+    empty.
     """
 
     ptr: tl.tensor  # the address of the ranges of the sequence's first query
@@ -78,13 +78,13 @@ class RowRanges(NamedTuple):
     last: tl.tuple
     whole_first: tl.tuple
     whole_last: tl.tuple
-    solid: tl.tensor  # whether each key in [first, last) of a range is sure to be seen by some row
+    solid: tl.tensor  # whether some row surely sees each key in [first[i], last[i]), for all i
 
 
 def key_limit(call: Any) -> int | None:
-    """The maximum number of keys up to its own position that masks let a query see, or None if no mask sets one.
+    """The maximum number of keys that masks let a query see, up to its own position; None if no mask limits it.
 
-    Tile sizes may depend on it, even in batch-invariant mode, because it does not depend on the batch.
+    Tile sizes may depend on this limit, even in batch-invariant mode, because it does not depend on the batch.
     """
     return call.sliding_window
 
@@ -95,7 +95,7 @@ def hides_first_keys(call: Any) -> bool:
 
 
 def window_of(call: Any) -> int | None:
-    """The call's window, or None if no sequence can be longer than it."""
+    """The call's window; None if there is none, or if no sequence can be longer than the window."""
     return call.sliding_window if call.sliding_window and call.sliding_window < call.capacity else None
 
 
@@ -199,7 +199,7 @@ def load_range(rows, index, kv_len, exists):
 
 @triton.jit
 def in_ranges(rows, key, kv_len, KIND: tl.constexpr):
-    """Whether `key` is in one of the ranges at the addresses `rows`, with which it broadcasts."""
+    """Whether `key` is in one of the ranges at the addresses `rows`; `key` and `rows` broadcast."""
     begin, end = load_range(rows, 0, kv_len, True)
     seen = (key >= begin) & (key < end)
     for index in tl.static_range(1, KIND.RANGES):
@@ -210,7 +210,7 @@ def in_ranges(rows, key, kv_len, KIND: tl.constexpr):
 
 @triton.jit
 def meet_ranges(rows, first, last, kv_len, exists, KIND: tl.constexpr):
-    """(whether one of the ranges at the addresses `rows` has a key in [first, last), whether one has all of them)."""
+    """(whether a range at the addresses `rows` has a key in [first, last), whether a range has all of these keys)."""
     begin, end = load_range(rows, 0, kv_len, exists)
     meets = tl.maximum(begin, first) < tl.minimum(end, last)
     covers = (begin <= first) & (end >= last)
@@ -233,7 +233,10 @@ def sees_of(visible, key, mask, KIND: tl.constexpr):
 
 @triton.jit
 def some_query_sees(key, visible, KIND: tl.constexpr):
-    """Whether a query of a block of rows sees each key. All queries at once would take too many registers."""
+    """Whether at least one query of a block of rows sees a key, for each key.
+
+    The loop compares COMPARED queries at once. All queries at once would take too many registers.
+    """
     count = tl.zeros_like(key)
     for low in range(visible.low, visible.high + 1, COMPARED):
         position = low + tl.arange(0, COMPARED)
@@ -284,7 +287,7 @@ def ranges_of_rows(start, query, kv_len, mask, KIND: tl.constexpr):
 
 @triton.jit
 def hull_of(ranges, KIND: tl.constexpr):
-    """[first, last) of the keys that contains all ranges of a block of rows."""
+    """(first, last) of the smallest range of keys that contains all ranges of a block of rows."""
     first = LARGEST_INT
     last = 0
     for index in tl.static_range(KIND.RANGES):
@@ -324,7 +327,7 @@ def visible_keys(rows, low, high, q_len, kv_len, mask, GROUP: tl.constexpr, KIND
 
 @triton.jit
 def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
-    """The logits [rows, keys], replaced by -inf for keys that a row does not see."""
+    """The logits [rows, keys], with -inf for the keys that a row does not see."""
     seen = readable[None, :]
     if KIND.CAUSAL:
         seen = seen & (keys[None, :] <= visible.position[:, None])
@@ -342,9 +345,10 @@ def hide(logits, keys, readable, visible, mask, KIND: tl.constexpr):
 
 @triton.jit
 def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """(first key, end) of those blocks of the keys [start, stop) in which every row sees every key.
+    """(first key, end) of the blocks within [start, stop) in which every row sees every key.
 
-    Unless equal, both are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to blocks of the masked loop.
+    If there are such blocks, both results are multiples of BLOCK_KV. The argument `end` is `stop`, rounded up to blocks
+    of the masked loop.
     """
     whole_start = start
     if KIND.HAS_FIRST_KEY:
@@ -360,7 +364,7 @@ def seen_by_all(start, stop, end, visible, mask, KIND: tl.constexpr, BLOCK_KV: t
 def fewest_keys(visible, mask, KIND: tl.constexpr):
     """The fewest keys that a row of the block sees; a draft mask counts as hiding all new keys.
 
-    With several ranges of keys, which may overlap, the largest range of each row counts.
+    The ranges of a row may overlap, so only the largest range of each row counts.
     """
     if KIND.RANGES:
         most = tl.zeros_like(visible.position)
@@ -369,7 +373,7 @@ def fewest_keys(visible, mask, KIND: tl.constexpr):
             begin, end = load_range(visible.ranges.rows, index, visible.kv_len, exists)
             most = tl.maximum(most, end - begin)
         fewest = tl.min(most, 0)
-    elif KIND.HAS_FIRST_KEY:  # rows after the last query count as that query
+    elif KIND.HAS_FIRST_KEY:  # rows after the last query have that query's position
         position = tl.minimum(visible.position, visible.high)
         end = end_key(position, visible.kv_len, KIND)
         if KIND.HAS_DRAFT_MASK:

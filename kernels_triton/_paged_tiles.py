@@ -26,7 +26,7 @@ def tile_fields(call: Any, short_tokens: int, rows: int | None = None) -> dict[s
     tile = tile_sizes(call)
     if rows is not None:
         tile = tile._replace(rows=min(tile.rows, max(16, next_power_of_2(rows))))
-    if tile.rows < 64 and not on_cuda_cores(call):  # then there is no wgmma: each product belongs to a single warp
+    if tile.rows < 64 and not on_cuda_cores(call):  # without wgmma, each matrix instruction has one warp
         narrow = call.device.arch.startswith("sm_") and padded_width(call) <= 128
         tile = tile._replace(keys=min(tile.keys, 64), warps=4 if narrow else tile.warps)
     most = 32 if looks_up(call) else 64 if call.group <= 64 else 128
@@ -40,10 +40,10 @@ def rows_of_short(call: Any, tokens: int, most: int) -> int:
 
 
 def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
-    """The fields of a `Tile` with segments, whose kernels have one size: as many rows as wgmma needs.
+    """The fields of a `Tile` with segments. Its two kernels have equal sizes, with 64 rows for wgmma if they fit.
 
     A program has two softmax states, that of a segment and that of all segments before it, so it needs more warps. Of
-    these fields, only `split_block_q` depends on `short_tokens`, and none on the pages.
+    these fields, only `split_block_q` depends on `short_tokens`. No field depends on the pages.
     """
     width, nvidia = padded_width(call), call.device.arch.startswith("sm_")
     rows, changed = 64, looks_up_always(call)
@@ -70,7 +70,7 @@ def decodes(call: Any) -> bool:
 
 
 def has_scales(call: Any) -> bool:
-    """Whether scales are stored beside keys or values, which take registers, too."""
+    """Whether keys or values have stored scales, which take registers, too."""
     return call.k_format.scaled or call.v_format.scaled
 
 
@@ -143,17 +143,17 @@ def scaled_sizes(call: Any) -> Sizes:
 
 
 def looks_up(call: Any) -> bool:
-    """Whether each logit needs an entry of an array, whose addresses take registers, or the loop keeps logits twice.
+    """Whether the loop takes extra registers: to look up an array entry for each logit, or to keep logits twice.
 
-    Blocks then have 32 rows. With 64 rows and a draft mask, Triton 3.6 to 3.9 do not compile the loop on sm_90.
+    Blocks then have 32 rows. With 64 rows and a draft mask, Triton 3.6 to 3.9 cannot compile the loop on sm_90.
     """
     return call.draft_mask is not None or call.relative_bias is not None or keeps_largest(call)
 
 
 def looks_up_always(call: Any) -> bool:
-    """Like `looks_up`, but the same with and without a request for the largest logits.
+    """The result of `looks_up` as if the largest logits were requested.
 
-    With segments, that request must not change any bit of the other results.
+    With segments, such a request must not change any bit of the other results.
     """
     return call.draft_mask is not None or call.soft_cap is not None or is_biased(call)
 
@@ -168,7 +168,7 @@ def leaves_registers(call: Any) -> bool:
 def split_sizes(call: Any, rows: int, *, looked_up: bool | None = None) -> Sizes:
     """The sizes of the split kernel for `rows` rows, whether or not they fit shared memory.
 
-    `looked_up` is `looks_up` unless it is given.
+    `looked_up` replaces the result of `looks_up`, unless it is None.
     """
     looked_up = looks_up(call) if looked_up is None else looked_up
     arch, width = call.device.arch, padded_width(call)
@@ -230,7 +230,7 @@ def fitting_pages(call: Any, sizes: Sizes) -> Sizes:
     wgmma = call.device.arch in WGMMA and rows >= 64
     one_less = not wgmma or width >= 512
 
-    codes = call.k_format.scaled and call.v_format.scaled  # which are decoded on their way to registers
+    codes = call.k_format.scaled and call.v_format.scaled  # decoded on the way from shared memory to registers
     stored = 1 if codes else item_size(call.q)
 
     def size(keys: int, stages: int) -> int:

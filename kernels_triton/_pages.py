@@ -34,7 +34,7 @@ class Shape(Constants):
 
     GROUP: int  # query heads per KV head
     NUM_HEADS: int
-    PAGE_SIZE: int  # keys per page, or 0 if keys are packed, and a key's page is its row
+    PAGE_SIZE: int  # keys per page; 0 if keys are packed, so that each key's page is its row
     D: int  # head size of queries and keys
     D_PAD: int  # D, rounded up to a power of two
     DV: int  # head size of values
@@ -55,7 +55,7 @@ class Loop(Constants):
     EXACT_KV: int = dataclasses.field(init=False)  # keys per block of the exact loop; see `_key_ranges`
     WEIGHT_TERMS: int  # terms per weight in the unmasked loop: 1 (the rounded weight) or 2 (also its rounding error)
     MASKED_BELOW: int  # if a row sees fewer keys than this, the masked loop visits all blocks; see `divide_keys`
-    SEGMENT: int = 0  # keys per segment, 0 without; see `_segments`. All blocks then have one size
+    SEGMENT: int = 0  # keys per segment; 0 without segments. Segments need blocks of one size; see `_segments`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "EXACT_KV", smaller_block(self.EDGE_KV))
@@ -115,8 +115,8 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
              BLOCK_KV: tl.constexpr):  # fmt: skip
     """The page of each key of the block that begins at key `block`, or a single page if it holds the whole block.
 
-    If the block does not exist, pages are -1 and nothing is read. If MASKED and each key has its own page entry, the
-    same holds for keys outside [first, last).
+    If the block does not exist, pages are -1 and nothing is read. If MASKED and each key has its own page entry, pages
+    of keys outside [first, last) are -1, too.
     """
     if PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_KV == 0:
         page = tl.load(table_ptr + block // PAGE_SIZE, mask=exists, other=-1)
@@ -132,7 +132,7 @@ def pages_of(table_ptr, block, first, last, exists, MASKED: tl.constexpr, PAGE_S
 
 @triton.jit
 def page_entries(table_ptr, keys, readable, PAGE_SIZE: tl.constexpr):
-    """The page of each key, -1 of those that are not readable."""
+    """The page of each key; -1 for keys that are not readable."""
     if PAGE_SIZE == 0:
         page = tl.where(readable, table_ptr + keys, -1)
     else:
@@ -184,16 +184,16 @@ def load_values(pages, slots, ROWS: tl.constexpr, MASKED: tl.constexpr, SHAPE: t
 
 @triton.jit
 def with_scales(weights, acc, logits, pages, slots, TERMS: tl.constexpr, MASKED: tl.constexpr, SHAPE: tl.constexpr):
-    """(weights times the scales of the values' rows, acc less the share of their zero points).
+    """(weights times the scales of the values' rows, acc minus the contribution of their zero points).
 
-    A key that a row does not see adds nothing to it, even if its scale is NaN.
+    A key adds nothing to the rows that do not see it, even if its scale is NaN.
     """
     scales, zeros = row_scales(pages.v, slots, MASKED, SHAPE.PAGE_SIZE, SHAPE.V)
     weights = weights * scales[None, :]
     if MASKED:
         weights = tl.where(logits == float("-inf"), 0.0, weights)
     if SHAPE.V.ZERO != "":
-        used = narrow(weights, SHAPE.V_DTYPE)  # as the product has them
+        used = narrow(weights, SHAPE.V_DTYPE)  # the weights as rounded for the product
         share = used.to(tl.float32)
         if TERMS == 2:
             share += lost_to_rounding(weights, used).to(tl.float32)
@@ -238,7 +238,7 @@ def add_values(acc, weights, logits, pages, slots, TERMS: tl.constexpr, MASKED: 
 def logits_of(queries, k, pages, slots, index, visible, ATTENTION: tl.constexpr, MASKED: tl.constexpr):
     """(logits [rows, keys], the factor that converts them to base 2, products), in iteration `index` of a loop.
 
-    Logits are before masks, and products before the soft cap and biases too.
+    `logits` include the soft cap and biases, but no masks. `products` are the logits before the soft cap and biases.
     """
     SHAPE: tl.constexpr = ATTENTION.SHAPE
     WIDE: tl.constexpr = queries.q.shape[0] >= 64 and SHAPE.DV_PAD >= 512
@@ -264,10 +264,10 @@ def attend(queries, state, blocks, visible, mask, pages, ATTENTION: tl.constexpr
            EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys: updates `state` = (m_i, l_i, acc) and returns it.
 
-    If KEEPS_LARGEST, `state` has the largest logits before the soft cap and biases too.
-    Without MASKED, every row must see every key of the blocks, and every page must be valid. With MASKED, only keys in
-    [visible.first, visible.last) on valid pages are read. A key that no row sees has no effect, even if it is NaN. Rows
-    whose ranges of keys are not solid (see `RowRanges`) need an EXACT loop for that.
+    If KEEPS_LARGEST, `state` also has the largest logits before the soft cap and biases. Without MASKED, every row must
+    see every key of the blocks, and every page must be valid. With MASKED, only keys in [visible.first, visible.last)
+    on valid pages are read. A key that no row sees has no effect, even if it is NaN. If the rows' ranges of keys are
+    not solid (see `RowRanges`), this guarantee takes an EXACT loop.
 
     The pages of a block are looked up one iteration ahead. A lookup in the same iteration would take pipeline stages
     from the copies of keys and values (Triton 3.6 to 3.9). For WIDE rows, no registers are left to look ahead.
@@ -318,8 +318,8 @@ def divide_keys(start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
 
     The masked loop visits all blocks if a page index among them is invalid, or if a row sees fewer keys than
     MASKED_BELOW. The rounding errors of so few weights would not average out; in bfloat16, the masked loop therefore
-    has two-term weights. It also visits keys in order, as segments need: where a row does not see the first keys, a
-    call with segments sets MASKED_BELOW to the maximum.
+    has two-term weights. The masked loop also visits keys in order, which segments need. So a call with segments sets
+    MASKED_BELOW to the maximum if masks can hide the first keys.
     """
     BLOCK_KV: tl.constexpr = ATTENTION.LOOP.BLOCK_KV
     EDGE_KV: tl.constexpr = ATTENTION.LOOP.EDGE_KV
@@ -373,7 +373,8 @@ def nothing_seen(ROWS: tl.constexpr, DV_PAD: tl.constexpr):
 @triton.jit
 def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.constexpr):
     """The state of `attend` after the keys [start, stop); see `Edges` for the two loops."""
-    # Segments need blocks in order, and of one size: the masked loop alone, with ranges the exact loop alone.
+    # Segments need blocks in order and of one size. So only one loop runs if masks can hide the first keys: the masked
+    # loop or, with ranges, the exact loop.
     MASKS_ALL: tl.constexpr = ATTENTION.LOOP.SEGMENT > 0 and (ATTENTION.MASK.HAS_FIRST_KEY or ATTENTION.MASK.RANGES > 0)
     if ATTENTION.MASK.RANGES:
         edges = divide_ranges(start, stop, visible, mask, pages, ATTENTION)
@@ -397,7 +398,7 @@ def attend_range(queries, start, stop, visible, mask, pages, ATTENTION: tl.const
 
 @triton.jit
 def with_segment(state, part):
-    """The `state` (m_i, l_i, acc, largest) of rows after a later segment, of which `part` is the state of its loop."""
+    """The `state` (m_i, l_i, acc, largest) of rows, merged with `part`, the state of a later segment alone."""
     rows, lse = normalised(part[0], part[1], part[2])
     m_i, l_i, acc = with_later((state[0], state[1], state[2]), rows, lse)
     return m_i, l_i, acc, tl.maximum(state[3], largest_of_state(part))

@@ -1,4 +1,4 @@
-"""Quantisation of new rows of K and V that get a scale of their own, or one for each block of their columns.
+"""Quantisation of new rows of K and V. Each row gets one scale, or one scale for each block of its columns.
 
 The rules are those of `write_kv_pages`. Every step is float32 arithmetic of IEEE 754, so that all devices store the
 same bytes: divisions are rounded once, and no product is fused with a sum.
@@ -19,7 +19,7 @@ NAN_BITS: tl.constexpr = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def half_away(numbers):
-    """Numbers rounded to integers: half is added to their magnitude, and the fraction is cut off."""
+    """Numbers rounded to integers: 0.5 is added to their magnitude, and the fraction is cut off."""
     return tl.where(numbers >= 0, tl.floor(numbers + 0.5), tl.ceil(numbers - 0.5))
 
 
@@ -43,7 +43,7 @@ def as_numbers(bits):
 
 @triton.jit
 def symmetric(rows, invalid, LARGEST: tl.constexpr, FORMAT: tl.constexpr):
-    """(codes, scales [rows]) of codes about zero, with one scale for each row of finite rows."""
+    """(codes, scales [rows]) of rows quantised symmetrically about zero. `invalid` rows get codes 0 and scale NaN."""
     scales = tl.maximum(tl.div_rn(tl.max(tl.abs(rows), 1), LARGEST), 1e-6)
     scaled = product(rows, tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)[:, None])
     if FORMAT == "int8":
@@ -56,9 +56,9 @@ def symmetric(rows, invalid, LARGEST: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def shifted(rows, exists, invalid, ZERO: tl.constexpr):
-    """(codes, scales [rows], zero points [rows]) of codes from 0 to 15 about a zero point.
+    """(codes from 0 to 15, scales [rows], zero points [rows]) of rows, each quantised about its zero point.
 
-    Zero points are part of the scales if ZERO is "mantissa".
+    If ZERO is "mantissa", the lowest bits of the scales hold the zero points.
     """
     least = tl.min(tl.where(exists, rows, float("inf")), 1)
     most = tl.max(tl.where(exists, rows, float("-inf")), 1)
@@ -66,7 +66,7 @@ def shifted(rows, exists, invalid, ZERO: tl.constexpr):
     if ZERO == "stored":
         scales = tl.maximum(scales, tl.maximum(most, -least) * (1.0 / 32768.0))
     finite = (scales < float("inf")) & (invalid == 0)
-    zeros = 0.0 - tl.div_rn(least, scales)  # not -0, whichever zero is the least of a row
+    zeros = 0.0 - tl.div_rn(least, scales)  # never -0, even if a row's least number is 0 or -0
     inverse = tl.div_rn(tl.full(scales.shape, 1.0, tl.float32), scales)
     if ZERO == "mantissa":
         zeros = tl.minimum(tl.maximum(half_away(zeros), 0.0), 15.0)
@@ -85,7 +85,7 @@ def shifted(rows, exists, invalid, ZERO: tl.constexpr):
 
 @triton.jit
 def in_blocks_of_e4m3(blocks, invalid, scale):
-    """(e2m1 codes, e4m3 scales [rows, blocks]) of rows in blocks [rows, blocks, columns]."""
+    """(e2m1 codes, e4m3 scales [rows, blocks]) of rows given as `blocks` [rows, blocks, columns]."""
     largest = tl.max(tl.abs(blocks), 2)
     known = scale > 0
     divisor = 6.0 * tl.where(known, scale, 1.0)
@@ -104,16 +104,16 @@ def power_of_two(exponents):
 
 @triton.jit
 def in_blocks_of_powers(blocks, invalid, PACKED: tl.constexpr):
-    """(e2m1 codes if PACKED, else e4m3 codes; e8m0 scales [rows, blocks])."""
+    """(e2m1 codes if PACKED, else e4m3 codes; e8m0 scales [rows, blocks]) of `blocks` [rows, blocks, columns]."""
     largest = tl.max(tl.abs(blocks), 2)
-    # The largest magnitude is m * 2^e. e becomes greater by one if m is at least, or greater than, 1.75.
+    # The largest magnitude is m * 2^e. The exponent becomes e + 1 if m >= 1.75 (PACKED) or m > 1.75 (otherwise).
     ADDED: tl.constexpr = 0x200000 if PACKED else 0x1FFFFF
     STEPS: tl.constexpr = 2 if PACKED else 8
     raised = ((largest.to(tl.uint32, bitcast=True) + ADDED) >> 23).to(tl.int32)
     exponents = tl.minimum(tl.maximum(raised - 127 - STEPS, -127), 127)
     beyond = raised == 255 if PACKED else largest == float("inf")
     exponents = tl.where(beyond, 127, exponents)
-    half = exponents // 2  # 2^-127 would be subnormal
+    half = exponents // 2  # scaled in two steps, since 2^-127 is subnormal
     scaled = blocks * power_of_two(-half)[:, :, None] * power_of_two(half - exponents)[:, :, None]
     codes = encode_float4(scaled) if PACKED else encode_float8(scaled, 3, 7, 0x7E)
     return codes, tl.where(invalid, 0xFF, exponents + 127).to(tl.uint8)

@@ -21,7 +21,7 @@ class Shared:
     constants: dict[str, Any]  # fields of the kernels' `Config`
 
     def max_logits(self, call: Any) -> tuple[int, ...]:
-        """The index of the array of the largest logits, which kernels raise, in a tuple; empty without a request."""
+        """The index of the array of largest logits in `arrays`, as a tuple; empty if these are not requested."""
         return (list(self.arrays).index(MAX_LOGITS),) if call.return_max_logits else ()
 
 
@@ -51,8 +51,9 @@ def run_splits(
 ) -> Any:  # fmt: skip
     """Enqueue a kernel for short sequences and, if it splits their keys, the combine kernel; returns the results.
 
-    `target` are the results in which these kernels fill the missing rows, or None if they write all rows. `parts` is
-    the shape of the splits' lses. `scale` has the name of the values' scale and the stride of its array.
+    `target` has results of an earlier kernel, whose missing rows these kernels write. It is None if they write all
+    rows. `parts` is the shape of the splits' lses. `scale` has the name of the values' scale and the stride of its
+    array.
     """
     divided, numbers = division.plain, shared.numbers
     scale_name, scale_stride = scale

@@ -13,15 +13,15 @@ from ragged_attention.kernels_triton._tiles import next_power_of_2
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Rotary(Constants):
-    """The normalised and the rotated columns of a row, and the tables of a model's angles."""
+    """Which columns of a row are normalised or rotated, and the layout of a model's cosine and sine tables."""
 
-    WIDTH: int  # the columns of a row
-    NORMED: int  # the columns from the first one on that are normalised; 0 without a norm
+    WIDTH: int  # the number of columns of a row
+    NORMED: int  # the number of normalised columns, from column 0 on; 0 without a norm
     NORMED_PAD: int  # NORMED, rounded up to a power of two
     START: int  # the first rotated column
     HALF: int  # the number of rotated pairs
     INTERLEAVED: bool  # whether a pair is adjacent columns, instead of columns i and i + HALF
-    COS_STRIDE: int  # of the tables' rows; tables belong to a model, so their strides are constants
+    COS_STRIDE: int  # stride of a table's rows; a model's tables stay the same, so it is a constant
     SIN_STRIDE: int
     SIN_OFFSET: int  # the column of the first sine in its table
 
@@ -35,7 +35,7 @@ class Angles(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """The weights of a norm, and what is added to the mean of squares."""
+    """The weights of a norm, and `eps`, which is added to the mean of squares."""
 
     weight_ptr: tl.tensor
     eps: tl.tensor
@@ -63,7 +63,7 @@ def norm_factors(rows, mask, norm, ROTARY: tl.constexpr):
 
 @triton.jit
 def load_normalized(rows, columns, mask, norm, factor, ROTARY: tl.constexpr):
-    """Columns of rows as float32, normalised; `mask` [T, C] says which to load."""
+    """Columns of rows as float32, normalised; `mask` [T, C] says which elements to load."""
     x = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0).to(tl.float32)
     if ROTARY.NORMED > 0:
         normed = columns < ROTARY.NORMED

@@ -46,7 +46,7 @@ class Rows(NamedTuple):
 class Factors(NamedTuple):
     """The scales, the soft cap and the biases of logits."""
 
-    sm_scale: tl.tensor  # times the scale of keys, if that is a number
+    sm_scale: tl.tensor  # includes the scale of keys, if that is a number
     soft_cap: tl.tensor
     k_scale_ptr: tl.tensor  # see `load_scale`
     slopes_ptr: tl.tensor
@@ -146,7 +146,7 @@ def store_rows(output, state, rows, sinks_ptr, v_scale, HAS_SINKS: tl.constexpr,
 
 @triton.jit
 def store_split(parts_ptr, part_lses_ptr, state, rows, part, ROWS: tl.constexpr, SHAPE: tl.constexpr):
-    """Write one split's normalised rows, and their base-2 lse, to index `part` of the splits, which have ROWS rows."""
+    """Write a split's normalised rows and their base-2 lse to index `part` of the splits, which have ROWS rows each."""
     m_i, l_i, acc = state[0], state[1], state[2]
     dv = tl.arange(0, SHAPE.DV_PAD)
     index = part * ROWS + rows.row

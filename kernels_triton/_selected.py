@@ -1,12 +1,14 @@
 """Lists of blocks of keys, for attention to selected blocks: a kernel that sorts and joins them.
 
-A *job* is a few consecutive query tokens of a sequence, at most TOKENS. The attention kernels give each job and KV head
-a program, which visits the blocks that some list of the job names. So tokens whose lists are alike share the loads of
-keys, and the products have more rows. With TOKENS = 1, each token has programs of its own.
+Each query token has a list of blocks. A *job* is a few consecutive query tokens of a sequence, at most TOKENS. The
+attention kernels give each job and KV head a program, which visits the blocks that at least one list of the job names.
+So tokens with similar lists share the loads of keys, and the products have more rows. With TOKENS = 1, each token is a
+job.
 
-The kernel here writes for each job the number of the blocks, and the blocks in ascending order, each once. Blocks that
-masks hide from all tokens that name them are left out. If a job has several tokens, each block has a set of bits, one
-for each token that names it: the difference of two sums, so that no memory has to be cleared first.
+For each job, the kernel here writes the number of blocks, and the blocks in ascending order without repetitions. It
+leaves out blocks that masks hide from all tokens that name them. If a job has several tokens, it also writes a set of
+bits for each block: one bit for each token that names the block. A set is stored as two running sums. Their difference
+is the set, so no memory has to be cleared first.
 """
 
 import dataclasses
@@ -21,10 +23,10 @@ from ragged_attention.kernels_triton._sequences import VARYING, count_sequences,
 from ragged_attention.kernels_triton._splits import Batch, find_rows, length_of
 from ragged_attention.kernels_triton._tiles import next_power_of_2, stride_arguments
 
-MOST_TOKENS = 16  # the sums of the tokens' bits fit 31 bits
+MOST_TOKENS = 16  # maximum tokens per job: the running sums of their bits fit 31 bits
 SMALLEST = 32  # the least number of entries that a program sorts, padding included
-MOST_ENTRIES = 2**15  # entries that one program can sort
-JOINED_ENTRIES = 2**12  # entries of lists that are joined, unless a single list has more
+MOST_ENTRIES = 2**15  # maximum entries that one program can sort
+JOINED_ENTRIES = 2**12  # maximum entries of the lists of one job, unless a single list has more
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -47,12 +49,12 @@ class ListKind(Constants):
 class Named(NamedTuple):
     """The blocks that a job's lists name."""
 
-    ptr: tl.tensor  # the address of the first one
+    ptr: tl.tensor  # the address of the first block
     num_blocks: tl.tensor
 
 
 class Visits(NamedTuple):
-    """The blocks that a program visits, and the rows of the job for which it does."""
+    """The blocks that a program visits, and the rows of the job that the program computes."""
 
     ptr: tl.tensor  # the address of the job's first block
     num_blocks: tl.tensor
@@ -60,9 +62,9 @@ class Visits(NamedTuple):
     end: tl.tensor
     row: tl.tensor  # the program's rows, counted from the job's first one
     token: tl.tensor  # the job's first query token
-    position: tl.tensor  # its position in its sequence
+    position: tl.tensor  # the position of that token in its sequence
     num_old: tl.tensor  # the position of the sequence's first query of this step
-    kv_len: tl.tensor  # the sequence's keys
+    kv_len: tl.tensor  # the number of the sequence's keys
 
 
 @triton.jit
@@ -75,7 +77,7 @@ def list_place(job, head, LISTS: tl.constexpr):
 
 @triton.jit
 def named_blocks(lists_ptr, job, head, LISTS: tl.constexpr, exists=True):
-    """The blocks of a job, or of several, and KV head as `Named`; none unless the job exists."""
+    """The blocks of one or more jobs and a KV head, as `Named`; none for a job that does not exist."""
     ptr = lists_ptr + list_place(job, head, LISTS)
     return Named(ptr + 1, tl.load(ptr, mask=exists, other=0))
 
@@ -88,7 +90,7 @@ def steps_of(named, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def index_of_step(step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """The index in the list of the block of each key that a loop visits in a step, or of the one block of all keys."""
+    """For each key that a loop visits in a step, the index of its block in the list; one index if all share a block."""
     if LISTS.BLOCK_SIZE >= BLOCK_KV:
         index = step // (LISTS.BLOCK_SIZE // BLOCK_KV)
     else:
@@ -116,7 +118,7 @@ def keys_of_blocks(block, step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def seen_by_query(visits, key, exists, mask, KIND: tl.constexpr):
-    """Which of the keys that exist the masks show to a single query, [keys]."""
+    """Whether the only query of a job sees each key, [keys]; `exists` says which keys exist."""
     seen = exists & sees(visits.position, key, visits.kv_len, mask, KIND)
     if KIND.HAS_DRAFT_MASK:
         new = key - visits.num_old
@@ -131,7 +133,9 @@ def seen_by_query(visits, key, exists, mask, KIND: tl.constexpr):
 
 @triton.jit
 def seers_of(visits, index, key, mask, LISTS: tl.constexpr):
-    """The job's queries that see each key, as bits: those whose list names its block and to which masks show it.
+    """For each key, the set of the job's queries that see it, as bits.
+
+    A query sees a key if its list names the key's block, and no mask hides the key from it.
 
     `index` is as in `index_of_step`. The masks are at most a causal one and a window.
     """
@@ -150,8 +154,8 @@ def seers_of(visits, index, key, mask, LISTS: tl.constexpr):
 def keys_of_step(visits, block, step, mask, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(key, whether some row of the job sees it, whether each row sees it) for the keys that a loop visits in a step.
 
-    `block` is as in `blocks_of_step`. The last result is [rows or 1, keys]. All of it follows from integers alone, so
-    that loads of keys do not wait for logits.
+    `block` is as in `blocks_of_step`. The last result is [rows or 1, keys]. All results are computed from integers
+    alone, so that loads of keys do not wait for logits.
     """
     key = keys_of_blocks(block, step, LISTS, BLOCK_KV)
     exists = (key >= 0) & (key < visits.kv_len)
@@ -169,9 +173,9 @@ def keys_of_step(visits, block, step, mask, LISTS: tl.constexpr, BLOCK_KV: tl.co
 
 @triton.jit
 def visible_blocks(entries, exists, query, num_old, kv_len, mask, KIND: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """The blocks at the addresses `entries`, each -1 unless it exists and masks show its query a key of it.
+    """The blocks at the addresses `entries`; -1 for an entry that does not exist, or if masks hide all of its block.
 
-    Queries count from the first one of their sequence, whose position is `num_old`.
+    `query`, to which an entry belongs, is counted from the sequence's first query, whose position is `num_old`.
     """
     block = tl.load(entries, mask=exists, other=-1)
     low = tl.maximum(first_key(num_old + query, mask, KIND), 0) // BLOCK_SIZE
@@ -181,10 +185,10 @@ def visible_blocks(entries, exists, query, num_old, kv_len, mask, KIND: tl.const
 
 @triton.jit
 def names(lists_ptr, count, block, WIDTH: tl.constexpr):
-    """Whether sorted lists of `count` blocks at the addresses `lists_ptr` name blocks, found by binary search.
+    """Whether the sorted lists of `count` blocks at the addresses `lists_ptr` name `block`, by binary search.
 
-    The arguments broadcast; a list has at most WIDTH blocks. Where the lengths of sequences are garbage, a query may
-    have a list that was never written, whose count is anything.
+    The arguments broadcast. If the lengths of sequences are invalid, a query may have a list that was never written,
+    with an arbitrary count. So `count` is limited to WIDTH, the maximum length of a list.
     """
     count = tl.minimum(count, WIDTH)
     low = tl.zeros_like(block + count)
@@ -249,19 +253,19 @@ def join_kernel(
 
 
 def too_long(call: Any) -> str | None:
-    """Why a call's lists cannot be sorted, None if they can or there are none."""
+    """The reason why a call's lists cannot be sorted; None if they can be sorted, or if the call has no lists."""
     if call.selected is None or call.num_selected <= MOST_ENTRIES:
         return None
     return f"expected lists of at most {MOST_ENTRIES} blocks, got {call.num_selected}"
 
 
 def most_joined(call: Any, capacity: int) -> int:
-    """The most tokens whose lists one program can join, 1 without lists.
+    """The maximum number of tokens whose lists one program can join; 1 without lists.
 
     `capacity` is the maximum number of keys of a sequence.
     """
     if call.selected is None or call.key_ranges is not None or getattr(call, "draft_mask", None) is not None:
-        return 1  # the bits of a job's tokens have a causal mask and a window at most
+        return 1  # jobs of several tokens support only causal masks and windows; see `seers_of`
     tokens, entries, blocks = MOST_TOKENS, next_power_of_2(call.num_selected), capacity // call.block_size + 1
     while tokens > 1 and (tokens * entries > JOINED_ENTRIES or tokens * blocks > LARGEST_INT.value):
         tokens //= 2
@@ -269,7 +273,7 @@ def most_joined(call: Any, capacity: int) -> int:
 
 
 def joined_tokens(call: Any, rows: int, capacity: int) -> int:
-    """The tokens of a prompt per job: as many as give a matrix product its rows, of at most `rows`."""
+    """The tokens per job for prompts: as many as one program can join, with at most `rows` rows in total."""
     tokens, most = 1, most_joined(call, capacity)
     while 2 * tokens * call.group <= rows and tokens < most:
         tokens *= 2
@@ -290,7 +294,7 @@ def list_kind(call: Any, tokens: int, capacity: int, mask: MaskKind) -> ListKind
 
 
 def num_jobs(num_tokens: int, num_seqs: int, lists: ListKind) -> int:
-    """The number of jobs, some of which have no token. It follows from shapes alone."""
+    """An upper bound on the number of jobs, which follows from shapes alone. Some jobs have no token."""
     return max_blocks(num_tokens, lists.plain.TOKENS, num_seqs)
 
 

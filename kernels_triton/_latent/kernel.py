@@ -133,10 +133,10 @@ def latent_kernel(
         end = tl.minimum(end, extra_start)
         groups, lost, q_rest, lost_rest, unit = load_queries(q_rows, valid, OPERANDS)
         state = first_state(BLOCK_H, LOOP)
-        # Compilers (Triton 3.6 to 3.9) leave queries that were just loaded in shared memory, where wgmma reads them,
-        # but copy computed ones into registers in every iteration. Queries that a loop carries stay in shared memory,
-        # too. So an outer loop carries them: it has one iteration, which compilers cannot know. For decoded rows with
-        # folded scales, queries are only loaded, but the loop lets the products with values overlap.
+        # If queries are only loaded, Triton 3.6 to 3.9 keep them in shared memory, where wgmma reads them. Computed
+        # queries are copied into registers in every iteration, unless they are carried by a loop. So an outer loop
+        # carries them. It has one iteration, but compilers cannot know this. For decoded rows with folded scales,
+        # queries are only loaded; the outer loop is used because it lets the products with values overlap.
         CARRIED: tl.constexpr = (OPERANDS.DIVIDED or FORMAT.FOLDED) and BLOCK_H >= SEPARATE_QK_ROWS
         once = 1
         if CARRIED:
@@ -191,9 +191,9 @@ def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float]
 def sums_by_column(call: Any, form: CacheFormat, sizes: Sizes, *, decoded: bool = False) -> bool:
     """Whether the softmax keeps its sums by column; see `no_sums`.
 
-    Such sums take registers. 32 rows on four warps leave too few, and so do 64 rows of two formats. 64 rows of a plain
-    cache leave enough, but Triton 3.6 to 3.9 would then give the sums an operand's layout and compute each exponential
-    twice.
+    Such sums take registers. 32 rows on four warps leave too few registers, and so do 64 rows with two cache formats.
+    64 rows with a plain cache leave enough, but Triton 3.6 to 3.9 would then give the sums an operand's layout and
+    compute each exponential twice.
     """
     if call.d_v > 512:
         return False
@@ -255,7 +255,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
     """Enqueue the kernels; returns out, lse and max_logits. Unless requested, max_logits is a stand-in."""
     call, keys, extra, scheduled = work.call, work.keys, work.extra or work.keys, work.schedule is not None
     entries = work.num_seqs * tile.num_splits
-    if scheduled and work.num_seqs:  # programs search the schedule, so it must have a sequence
+    if scheduled and work.num_seqs:  # programs search the schedule, so it must not be empty
         entries = work.num_seqs + work.schedule[0].shape[0]
     split_kv = tile.num_splits > 1 or scheduled
     absent = work.q  # a stand-in for absent arrays

@@ -14,7 +14,7 @@ from ragged_attention.kernels_triton._splits import splits_of_sequence
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ListKind(Constants):
-    """The kinds of key lists in a call, and their block size."""
+    """The properties of a call's key lists, and the size of key blocks."""
 
     MASK: MaskKind
     Q_TOKENS: int  # query tokens per sequence
@@ -68,7 +68,7 @@ def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def list_blocks(lists, seq, job, mask, KIND: tl.constexpr):
-    """(keys in a job's list, keys in its second list, blocks of its list that no query sees, its other blocks)."""
+    """(keys in a job's list, keys in its second list, first blocks of its list that no query sees, later blocks)."""
     index = seq * KIND.Q_TOKENS + job if KIND.LENS_OF_TOKENS else seq
     num_keys = list_length(lists.lens_ptr, index, lists.longest, KIND.HAS_LENS)
     skipped = blocks_before(num_keys - KIND.Q_TOKENS, mask, KIND.MASK, KIND.BLOCK_KV)

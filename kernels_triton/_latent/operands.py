@@ -84,12 +84,12 @@ def columns(call: Any) -> tuple[int, int]:
 
 
 def is_copied(form: CacheFormat, decoded: bool) -> bool:
-    """Whether stored rows are operands without conversion."""
+    """Whether stored rows serve as operands without conversion."""
     return (decoded or form.codes in WIDE_FLOATS) and not form.folded
 
 
 def groups_of(form: CacheFormat, width: int, rows: int, decoded: bool) -> int:
-    """The number of groups for `width` columns. With two groups, each thread copies fewer rows than with one."""
+    """The number of groups for `width` columns. Two groups make each thread copy fewer rows than one group would."""
     if form.folded:
         return form.num_groups  # the products over a group are multiplied by its scale
     if width <= SCALED_WIDTH:
@@ -124,5 +124,8 @@ def operands(call: Any, rows: int, *, decoded: bool = False) -> Operands:
 
 
 def products(q_dtype: tl.dtype, kind: tl.dtype) -> int:
-    """1 if queries fit an operand's dtype, as divided bfloat16 rows fit float16; else 2, to add the rounding errors."""
+    """The number of products: 1 if queries fit the operands' dtype `kind`, else 2, to add the queries' rounding errors.
+
+    bfloat16 queries fit float16, because their rows are divided by a power of two.
+    """
     return 1 if q_dtype == kind or (q_dtype, kind) == (tl.bfloat16, tl.float16) else 2

@@ -33,7 +33,7 @@ DECODED_SHARED_MEMORY = 128 * 1024  # bytes of shared memory for 32 rows and 32 
 LARGEST_INT = 2**31 - 1
 SMALLEST = 16  # rows and keys of the smallest tile
 MOST_ROWS = 64  # rows of the largest tile
-FEW_RANGES = 2  # ranges of keys of each query, as many as masks of models have
+FEW_RANGES = 2  # models' masks have at most this many key ranges per query
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ class KeyAccess:
     page_sizes: tuple[int, ...] = (1,)  # rows per page of each cache
     decoded: bool = False  # `decoding` has decoded the rows in advance
     windowed: bool = False  # a window, or ranges of keys, may hide a sequence's first keys
-    ranges: int = 0  # ranges of keys of each query at which the loop looks
+    ranges: int = 0  # key ranges per query that the loop compares with keys
 
 
 def operand_size(call: Any) -> int:
@@ -227,7 +227,7 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
         if form.quantized and not form.folded:
             return Sizes(16, 32, 4 if little and not OLDER_COMPILER else 8, 2)
         few = access.ranges <= FEW_RANGES and not (form.eight_bit and OLDER_COMPILER)
-        # With four warps, Triton 3.9 spills; with eight, Triton 3.6. A second stage takes registers.
+        # Triton 3.9 spills with four warps, and Triton 3.6 with eight. A second stage takes registers.
         return Sizes(16, 16, 4 if OLDER_COMPILER else 8, 2 if few else 1)
     if rows <= 16 or crowded or (decodes and little):
         num_warps = 8 if decodes and little and OLDER_COMPILER else 4  # with four warps, sm_120 spills
@@ -247,7 +247,7 @@ def sizes(call: Any, rows: int, access: KeyAccess) -> Sizes:
 
 
 def too_wide(call: Any, access: KeyAccess) -> str | None:
-    """Why no tile fits the device's shared memory, or None. AMD GPUs hold operands in registers, so any tile fits."""
+    """The reason why no tile fits shared memory, or None. AMD GPUs hold operands in registers, so any tile fits."""
     budget = call.device.shared_memory
     if call.device.platform != "cuda" or not budget:
         return None

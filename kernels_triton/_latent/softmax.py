@@ -51,7 +51,7 @@ class Cache(NamedTuple):
 class KeyList(NamedTuple):
     """Blocks [begin, end) of a list of keys, restricted to keys [first, last). In a list of slots, `first` is 0.
 
-    `later` has pairs of a block in [begin, end) and the block from which the loop goes on in its place.
+    `later` has pairs (index, block): from iteration `index` on, the loop visits `block` and the blocks that follow it.
     """
 
     ptr: tl.tensor
@@ -63,12 +63,12 @@ class KeyList(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The positions [lowest, limit) in the list of keys that each row sees, or its ranges of them."""
+    """The keys that each row sees: the positions [lowest, limit) in the list of keys, or ranges of positions."""
 
     lowest: tl.tensor
     limit: tl.tensor
     row_ranges: Any = None  # the address of each row's ranges
-    query_ranges: Any = None  # the address of the ranges of each query that the rows belong to
+    query_ranges: Any = None  # the address of the ranges of each query to which the rows belong
     kv_len: Any = 0
 
 
@@ -92,8 +92,8 @@ class Loop(Constants):
     CAUSAL: bool  # whether the last visible key may differ between rows of a block
     HAS_WINDOW: bool  # whether the first visible key may differ between rows of a block
     HAS_SOFT_CAP: bool
-    RANGES: int = 0  # ranges of keys that each query has, if they have to be looked at in the loop
-    RANGES_DIFFER: bool = False  # whether they may differ between rows of a block
+    RANGES: int = 0  # ranges of keys per query, if the loop compares them with keys; else 0
+    RANGES_DIFFER: bool = False  # whether ranges may differ between rows of a block
     BLOCK_KV: int
     SUMS_BY_COLUMN: bool  # see `no_sums`
     KEEPS_LARGEST: bool = False  # see `keeps_largest`
@@ -252,7 +252,7 @@ def add_values(weights, scales, keys, acc, alpha, FOLDED: tl.constexpr):
 
 @triton.jit
 def block_of(index, keys_of_list):
-    """The block that the loop visits in the place of block `index`."""
+    """The block that the loop visits in iteration `index`; see `KeyList`."""
     block = index
     for part in tl.static_range(len(keys_of_list.later)):
         first, start = keys_of_list.later[part]
@@ -343,7 +343,7 @@ def first_state(BLOCK_H: tl.constexpr, LOOP: tl.constexpr):
 
 @triton.jit
 def restoring_factor(m_i, l_i, largest, RESCALED: tl.constexpr):
-    """The factor that converts the groups' accumulators from `largest` to `m_i` as their reference."""
+    """The factor that makes the groups' accumulators relative to `m_i` instead of `largest`."""
     factor = tl.full(m_i.shape, 1.0, tl.float32)
     if RESCALED:
         factor = tl.math.exp2(tl.where(l_i == 0.0, 0.0, largest - m_i))
