@@ -27,7 +27,7 @@ class QuantizeBatch(LatentArrays):
 
     @property
     def laid_out(self) -> str:
-        """The name of the format and its layout in `latents`."""
+        """The name that `latents` has for this format and layout."""
         return self.format if self.cache_layout is None else f"{self.format}, {self.cache_layout}"
 
 
@@ -204,9 +204,9 @@ class LatentWriteSpec:
     dtype: str = "float32"
     cache_dtype: str = "uint8"
     stored: str | None = None  # the dtype of a plain 8-bit cache
-    scale: str | None = None  # `kv_scale` of a plain cache: float, array, heads (as in `Spec.scales`) or power
-    rope: str | None = None  # `rope_scale` of a plain cache, of the same kinds
-    d_v: int | None = None  # number of columns before the rotary ones; None: two thirds
+    scale: str | None = None  # kind of `kv_scale` for a plain cache: float, array, heads (as in `Spec.scales`) or power
+    rope: str | None = None  # kind of `rope_scale` for a plain cache, as for `scale`
+    d_v: int | None = None  # number of columns before the rotary ones; None: two thirds of them
     reach: float = 1.0  # scale of the values; 1000 exceeds the range of e4m3
     strided: bool = False
     seed: int = 0
@@ -246,7 +246,7 @@ class LatentWriteSpec:
         )
 
     def _kv_scale(self, rng: np.random.Generator) -> Any:
-        """The scale of the rows, which an int8 cache needs."""
+        """The `kv_scale` of the rows. An int8 cache needs one."""
         return 1.0 if self.scale is None and self.stored == "int8" else self._scale(rng, self.scale)
 
     def _scale(self, rng: np.random.Generator, scale: str | None) -> Any:

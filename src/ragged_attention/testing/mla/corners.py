@@ -381,8 +381,8 @@ def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
     layout = latents.LAID_OUT[format]
     kv = np.zeros((1, len(kinds), 1, layout.width), np.float32)
     for token, values in enumerate(kinds):
-        # Values lie 64 columns apart, so that several groups and the rotary part get some. The first value also ends
-        # each group.
+        # Values are 64 columns apart, so that they are in several groups and in the rotary part. The last column of
+        # each group has the first value.
         kv[0, token, 0, layout.group - 1 :: layout.group] = values[0]
         for index, value in enumerate(values):
             kv[0, token, 0, 64 * index + 3] = value
@@ -390,7 +390,10 @@ def _special_groups(format: str, **fields: Any) -> QuantizeBatch:
 
 
 def _halfway() -> QuantizeBatch:
-    """The midpoints between e2m1 values and their neighbouring floats, of both signs, with scales of every binade."""
+    """Rows with the midpoints between e2m1 values and the floats next to these midpoints.
+
+    The numbers have both signs. The scales are different powers of two.
+    """
     middles = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
     near = np.concatenate([np.nextafter(middles, np.float32(0)), middles, np.nextafter(middles, np.float32(9))])
     near = np.concatenate([near, -near, [0.0, -0.0]]).astype(np.float32)

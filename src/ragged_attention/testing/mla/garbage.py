@@ -41,7 +41,7 @@ def _common(rng: np.random.Generator, seed: int) -> dict[str, Any]:
 
 
 def _wild(rng: np.random.Generator, array: np.ndarray | None, near: int) -> np.ndarray | None:
-    """Garbage of the array's shape, or sometimes the array, so that garbage is also tried beside valid arrays."""
+    """Garbage of the array's shape or, with probability 0.2, the array itself, so that batches mix the two."""
     return array if array is None or rng.random() < 0.2 else garbage(rng, array.shape, near)
 
 

@@ -3,8 +3,8 @@
 Here a plain cache is float32 [P, G, K, d_qk], and a quantised one is uint8 [P, G, 1, bytes]. This code does not use the
 reference's implementation of the formats, so that the two check each other.
 
-A format and its layout have one name here: the format's name, with ", page" if that is not its own layout, as in
-"fp8_v41, page".
+One name stands for a format and its layout here. It is the format's name, followed by ", page" if the layout is "page"
+and that is not the format's own layout. An example is "fp8_v41, page".
 """
 
 import dataclasses
@@ -40,8 +40,8 @@ class Fields:
 
 
 def format_of(cache: Cache, given: str | None = None, layout: str | None = None) -> str:
-    """The name of a cache's format, which is `given` or follows from the last dimension, and its layout."""
-    by_width = {found.token_bytes: name for name, found in CACHE_FORMATS.items()}
+    """The name of a cache's format and layout. The format is `given` or else follows from the last dimension."""
+    by_width = {entry.token_bytes: name for name, entry in CACHE_FORMATS.items()}
     name = given or ("plain" if cache.dtype != np.uint8 else by_width[cache.shape[3]])
     return name if name == "plain" or layout in (None, CACHE_FORMATS[name].layout) else f"{name}, {layout}"
 
@@ -64,8 +64,8 @@ def fields_of(cache: Bytes, name: str) -> Fields:
     page = cache.reshape(num_pages, page_size * token_bytes)
     row_bytes = values + 2 * layout.rotary
     rows = page[:, : page_size * row_bytes].reshape(num_pages, page_size, row_bytes)
-    behind = page[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
-    return Fields(rows[..., :values], behind[..., :scales], rows[..., values:], behind[..., scales:])
+    tail = page[:, page_size * row_bytes :].reshape(num_pages, page_size, token_bytes - row_bytes)
+    return Fields(rows[..., :values], tail[..., :scales], rows[..., values:], tail[..., scales:])
 
 
 def bits_of_bfloat16(values: NDArray[np.float32]) -> Bytes:
@@ -123,7 +123,7 @@ def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.
     """A quantised cache, in bytes, with rows like `rows` [P, G, 1, d_qk], but with other scales for groups of columns.
 
     `scales` is one of SCALES: "powers" of two, "arbitrary" float32, "far apart" (some so small that a group hardly
-    counts), or "any sign" (also negative and zero). 8-bit scales are rounded from these; e8m0 scales are always powers
+    counts), or "any sign" (also negative and zero). 8-bit scales are these, rounded. e8m0 scales are always powers
     of two.
     """
     layout = LAID_OUT[name]
@@ -155,7 +155,7 @@ def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.
 
 
 def repaged(cache: Cache, name: str, order: NDArray[np.integer], page_size: int) -> Cache:
-    """A cache with the slots `order` of another one, in pages of another size; the last page may have unused slots."""
+    """A cache with the slots `order` of `cache`, in pages of `page_size` slots. The last page may have unused slots."""
     num_pages = -(-len(order) // page_size)
     new = np.zeros((num_pages, page_size, *cache.shape[2:]), cache.dtype)
     page, offset = np.divmod(np.arange(len(order)), page_size)
@@ -170,7 +170,10 @@ def repaged(cache: Cache, name: str, order: NDArray[np.integer], page_size: int)
 
 
 def poisoned(cache: Cache, name: str, unread: NDArray[np.bool_], kind: str, rng: np.random.Generator) -> Cache:
-    """A copy of the cache with poison in the slots `unread` [P * G]: NaN, or for "inf" infinities or any bytes."""
+    """A copy of the cache with poison in the slots `unread` [P * G].
+
+    For "nan", the poison is NaN; for "inf", it is infinities or, in quantised caches, arbitrary bytes.
+    """
     cache = cache.copy()
     unread = unread.reshape(cache.shape[:2])
     if name == "plain":

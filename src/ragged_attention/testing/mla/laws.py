@@ -308,7 +308,10 @@ def _sinks(spec: DecodeSpec | PrefillSpec) -> list[NDArray[np.float32]]:
 
 
 def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
-    """A sink of -inf changes nothing, +inf makes out 0, and a finite one scales out by its share. None changes lse."""
+    """A sink of -inf changes nothing, +inf makes out 0, and a finite sink scales out by the share of weight it leaves.
+
+    No sink changes lse.
+    """
     batch = spec.build().change(sinks=None)
     out, lse = runner.run("mla_decode", batch)
     for sinks in _sinks(spec):

@@ -118,7 +118,10 @@ CORNERS: dict[str, LatentNormRopeSpec] = {
 
 
 def check_rows(runner: Runner, spec: LatentNormRopeSpec) -> None:
-    """Queries, and rows in a plain cache, agree with the reference; other caches equal a separate write of them."""
+    """Queries, and rows written to a plain cache, agree with the reference.
+
+    The call's own cache equals a separate write of these rows.
+    """
     batch = spec.build()
     q, cache = runner.run("latent_norm_rope_write", batch)
     want = rotated(batch.q, batch.positions, batch.cos_sin, batch.interleaved)
@@ -129,9 +132,9 @@ def check_rows(runner: Runner, spec: LatentNormRopeSpec) -> None:
     agrees(written, rounded(batch.rows(), batch.dtype)[valid], batch.dtype, "rows")
     kv = batch.kv.copy()
     kv[valid] = formats.values_of(written, batch.dtype)
-    apart = runner.run("write_mla_cache", batch.write(kv))
+    separate = runner.run("write_mla_cache", batch.write(kv))
     name = batch.format
-    got, want = (cache, apart) if name == "plain" else (canonical(cache, name), canonical(apart, name))
+    got, want = (cache, separate) if name == "plain" else (canonical(cache, name), canonical(separate, name))
     identical(got, want, "cache")
 
 

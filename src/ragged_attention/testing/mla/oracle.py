@@ -118,7 +118,7 @@ def check_latent_write(runner: Runner, batch: LatentWriteBatch) -> None:
 
 
 def _written(batch: LatentWriteBatch, step: int) -> Cache:
-    """The reference's plain cache, for tokens that are moved by `step` units in the last place of float32."""
+    """The reference's plain cache for rows whose elements are moved by `step` units in the last place of float32."""
     arguments = batch.change(kv=nudged(batch.kv, step)).arguments()
     written = write_mla_cache(**arguments, code_dtype=batch.code_dtype)
     return written if batch.code_dtype else formats.rounded(written, batch.dtype)

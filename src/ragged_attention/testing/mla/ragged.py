@@ -101,7 +101,7 @@ class RaggedLatentSpec:
     """
 
     tables: Spec
-    d_qk: int = 48  # a quantised cache's format defines its own
+    d_qk: int = 48  # row width of a plain cache; quantised formats define theirs
     d_v: int = 32
     format: str = "plain"
     bytes_as: str = "uint8"  # the dtype in which the bytes of a quantised cache are passed
@@ -144,7 +144,7 @@ class RaggedLatentSpec:
         return batch.poisoned(spec.poison, spec.seed) if spec.poison else batch
 
     def _rope_scale(self, rng: np.random.Generator) -> Any:
-        """A scale so different from `kv_scale` that exchanging the two exceeds every tolerance."""
+        """A scale so different from `kv_scale` that results with the two exchanged exceed every tolerance."""
         scale = np.float32(rng.uniform(3, 5))
         return {None: None, "float": float(scale), "array": np.full(1, scale, np.float32)}[self.rope]
 
@@ -216,7 +216,10 @@ def of_equal_counts_it_is_a_decode(runner: Runner, spec: RaggedLatentSpec) -> No
 
 
 def two_scales_are_those_of_the_columns(runner: Runner, spec: RaggedLatentSpec) -> None:
-    """With queries of 0 in the rotary columns, or in all others, lse does not depend on these columns' scale."""
+    """If queries are 0 in the rotary columns, lse does not depend on `rope_scale`.
+
+    If they are 0 in all other columns, it does not depend on `kv_scale`.
+    """
     batch = dataclasses.replace(spec, rope=spec.rope or "float").build()
     rotary = np.arange(batch.q.shape[-1]) >= batch.d_v
     for hidden, scales in ((rotary, {"rope_scale": None}), (~rotary, {"kv_scale": batch.rope_scale})):
@@ -246,7 +249,7 @@ def writing_first_is_the_same(runner: Runner, spec: RaggedLatentSpec) -> None:
 
 
 def _slots_of(batch: RaggedLatentBatch) -> NDArray[np.int64]:
-    """The slot of each token; -1 for a token without one."""
+    """The slot of each token; -1 for a token without a slot."""
     slots = np.full(len(batch.q), -1, np.int64)
     for seq, (start, stop) in enumerate(batch.bounds()):
         count = min(stop - start, batch.kv_len(seq))

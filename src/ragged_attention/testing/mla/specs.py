@@ -31,7 +31,7 @@ WILD = (-1, -2, -123456, INT32.min, INT32.max, 114514, 2147480000)
 class LatentArrays(Arrays):
     """The base of batches over latent caches."""
 
-    PAGES: ClassVar[tuple[str, ...]] = ()  # the arguments that are caches to read
+    PAGES: ClassVar[tuple[str, ...]] = ()  # the names of the caches among the arguments
 
     cache_dtype: str = "uint8"
 
@@ -61,7 +61,7 @@ def magnitudes_first(batch: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AnyLatents(LatentArrays):
-    """The base of batches whose cache may also be plain with 8 bits, which has one byte for each column of a row."""
+    """The base of batches whose cache may also be a plain 8-bit cache, with one byte for each column of a row."""
 
     CACHE: ClassVar[str]  # the name of the cache argument
     ROWS: ClassVar[str]  # the name of an argument whose last dimension is a row's width
@@ -168,7 +168,7 @@ class PrefillBatch(LatentArrays):
         return np.repeat(~self.selection.selects.any(axis=-1), self.group, axis=1)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """The batch with poison in every row that no query selects: NaN, or for "inf" infinities or arbitrary bytes."""
+        """The batch with poison in every row that no query selects; `latents.poisoned` explains the kinds."""
         return self.change(kv=self.selection.poisoned(kind, seed).reshape(self.kv.shape))
 
     def widened(self) -> Self:
@@ -225,7 +225,7 @@ class DecodeBatch(LatentArrays):
         return latents.format_of(self.kv_cache, self.cache_format, self.cache_layout)
 
     def selections(self) -> Iterator[Selection]:
-        """The call's caches with their lists, which follow from page table and lengths in a dense call."""
+        """Each cache of the call with its lists. In a dense call, the lists follow from page table and lengths."""
         if self.indices is None:
             every = self.listed()
             yield Selection("kv_cache", self.kv_cache, self.format, every, _lens(None, every))
@@ -233,8 +233,8 @@ class DecodeBatch(LatentArrays):
         yield Selection("kv_cache", self.kv_cache, self.format, self.indices, _lens(self.topk_lens, self.indices))
         if self.extra_kv_cache is not None and self.extra_indices is not None:
             lens = _lens(self.extra_topk_lens, self.extra_indices)
-            found = latents.format_of(self.extra_kv_cache, None, self.cache_layout)
-            yield Selection("extra_kv_cache", self.extra_kv_cache, found, self.extra_indices, lens)
+            extra_format = latents.format_of(self.extra_kv_cache, None, self.cache_layout)
+            yield Selection("extra_kv_cache", self.extra_kv_cache, extra_format, self.extra_indices, lens)
 
     def listed(self) -> NDArray[np.int32]:
         """The slots that each query of a dense call sees, [S, Q, longest]; -1 at positions that it does not see."""
@@ -259,7 +259,7 @@ class DecodeBatch(LatentArrays):
         return ~np.any([selection.selects.any(axis=-1) for selection in self.selections()], axis=0)
 
     def poisoned(self, kind: str, seed: int = 0) -> Self:
-        """The batch with poison in every slot that no query sees: NaN, or for "inf" infinities or arbitrary bytes."""
+        """The batch with poison in every slot that no query sees; `latents.poisoned` explains the kinds."""
         return self.change(**{selection.name: selection.poisoned(kind, seed) for selection in self.selections()})
 
     def widened(self) -> Self:
@@ -288,7 +288,7 @@ class LatentSpec:
 
     heads: int = 1
     kv_heads: int = 1
-    d_qk: int = 48  # a quantised cache's format defines its own
+    d_qk: int = 48  # row width of a plain cache; quantised formats define theirs
     d_v: int = 32
     dtype: str = "float32"
     format: str = "plain"
@@ -297,7 +297,7 @@ class LatentSpec:
     topk: int = 8
     entries: str = "any"
     sm_scale: float | None = None
-    sinks: str | None = None  # normal, -inf, +inf, mixed
+    sinks: str | None = None  # kind of sinks: normal, -inf, +inf or mixed
     poison: str | None = None  # nan or inf in slots that must not be read
     strided: bool = False
     magnitude: float = 1.0
@@ -305,7 +305,7 @@ class LatentSpec:
     seed: int = 0
 
     def fitted(self) -> Self:
-        """The spec whose arrays `build` creates: this one, changed by the enclosing `fitting`, if any."""
+        """The spec whose arrays `build` creates: this spec, or what an enclosing `fitting` makes of it."""
         return _fit.get()(self)  # type: ignore[return-value]
 
     @property
@@ -338,7 +338,7 @@ class LatentSpec:
         }
 
 
-Fit = Callable[[Any], Any]  # returns the spec to build in place of another one
+Fit = Callable[[Any], Any]  # takes a spec and returns the spec to build in its place
 
 
 def as_it_is(spec: LatentSpec) -> LatentSpec:
@@ -428,7 +428,7 @@ class PrefillSpec(LatentSpec):
 
     tokens: int = 3
     rows: int = 20  # s_kv, or the number of slots, which is rounded up to whole pages
-    page_size: int | None = None  # None: packed rows
+    page_size: int | None = None  # None for packed rows
     lens: str | None = None  # kind of list lengths: inside, zero or wild
     deterministic: bool = False
     out_dtype: str | None = None
@@ -470,12 +470,12 @@ class DecodeSpec(LatentSpec):
     out_dtype: str | None = None
     spare_columns: int = 0  # columns of page_indices beyond the longest sequence
     spare_pages: int = 2
-    invalid_pages: bool = False  # some page indices within the lengths are out of range
-    garbage: bool = False  # fill unused page indices with garbage
+    invalid_pages: bool = False  # whether some page indices within the lengths are out of range
+    garbage: bool = False  # whether unused page indices are garbage
     lens: str | None = None  # kind of list lengths: inside, zero or wild
     lens_by_query: bool = False  # whether lengths have the shape [S, Q] rather than [S]
     extra_topk: int = 0
-    extra_format: str | None = None  # None: the first cache's; otherwise a format with the same layout
+    extra_format: str | None = None  # None: the first cache's format; any other must have the same layout
     extra_slots: int = 10
     extra_page_size: int = 3
     extra_lens: str | None = None
@@ -519,7 +519,7 @@ class DecodeSpec(LatentSpec):
         return table
 
     def _sparse(self, rng: np.random.Generator, dense: DecodeBatch) -> dict[str, Any]:
-        """The arguments of a sparse call; each query's list has slots that it sees in the dense call."""
+        """The arguments of a sparse call. Each query's list has slots that the query sees in the dense call."""
         pools = [slots[slots >= 0] for seq in dense.listed() for slots in seq]
         num_slots = dense.kv_cache.shape[0] * self.page_size
         of_queries = dense.q.shape[:2]

@@ -284,7 +284,7 @@ def _all_invalid() -> Batch:
     return batch.change(page_indices=np.full_like(batch.page_indices, INT32.max))
 
 
-def _no_room_for_sequences() -> Batch:
+def _tables_without_rows() -> Batch:
     return Spec(lens=(), padding=3).build()
 
 
@@ -310,7 +310,7 @@ _VALUES: dict[str, Callable[[], Batch]] = {
     "drafted, tables of fewer columns": lambda: _cut_tables(1),
     "tables without columns": _empty_tables,
     "a cache without pages": _no_pages,
-    "tables without rows": _no_room_for_sequences,
+    "tables without rows": _tables_without_rows,
 }
 
 CORNERS: dict[str, Callable[[], Batch]] = {name: spec.build for name, spec in _SPECS.items()} | DECODES | _VALUES
@@ -336,7 +336,7 @@ def _special_int8() -> WriteBatch:
 
 
 def _extreme_slots() -> WriteBatch:
-    """A write to slots far outside the cache, including some whose low 32 bits would be inside."""
+    """A write to slots far outside the cache, including slots whose low 32 bits are a slot inside it."""
     write = write_batch(Spec(lens=((9, 9),)))
     slots = [-1, 0, 2**32, 2**32 + 1, -(2**63), 2**63 - 1, 2**31, -(2**32), 5]
     return write.change(slot_mapping=np.array(slots, np.int64), k=np.nan_to_num(write.k), v=np.nan_to_num(write.v))

@@ -1,7 +1,7 @@
-"""Named batches of decodes of long sequences, for kernels that take nothing else.
+"""Named batches of decodes of long sequences, for kernels that support nothing else.
 
-Most other named batches have features that a partial kernel declines. These have none, and one for each dtype and
-layout of pages, so that a kernel of a single dtype and layout is tested too.
+Most other named batches have features that a partial kernel declines. These have no such features. There is
+one for each dtype and layout of pages, so that a kernel for a single dtype and layout is tested too.
 """
 
 import functools
@@ -13,14 +13,14 @@ from ragged_attention.testing import formats
 from ragged_attention.testing.paged.specs import Batch, Spec, split
 
 LENS = ((1, 1043), (1, 277), (1, 37))  # the last pages are partial
-STEEP = 0.45  # the most that is added to a key's elements; logits then change by about 5.7 over a sequence
+STEEP = 0.45  # the largest number added to a key's elements; it changes logits by about 5.7 over a sequence
 
 
 def trending(dtype: str, combined: bool) -> Batch:
-    """Decodes whose logits grow from the first key to the last, but fall in the second sequence.
+    """Decodes whose logits grow from the first key to the last. In the second sequence, they fall.
 
     So the largest logit of a long sequence is in its last or first block of keys. A kernel that does not rescale its
-    sums to a new maximum has wrong results, if a block has fewer keys than the longest sequence.
+    sums to a new maximum has wrong results if its blocks have fewer keys than the longest sequence.
     """
     batch = Spec(
         lens=LENS, page_size=16, num_kv_heads=2, group=4, head_dim=64, dtype=dtype, combined=combined, seed=1

@@ -92,7 +92,10 @@ def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
-    """Constant values give this constant, times v_scale and the share that sinks leave; no out exceeds all values."""
+    """If all values are equal, out is this value times v_scale and the share of weight that sinks leave.
+
+    For any values, |out| does not exceed the largest |value|.
+    """
     batch = spec.build()
     arrays = [pages.copy() for pages in pages_of(batch.kv_pages)]
     ones = batch.change(kv_pages=like_pages(batch.kv_pages, arrays))
@@ -266,7 +269,10 @@ def quantised_is_dequantised(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def sinks_take_their_share(runner: Runner, spec: RaggedSpec) -> None:
-    """A sink of -inf changes nothing, +inf makes out 0, a finite one scales out by its share; none changes lse."""
+    """A sink of -inf changes nothing, +inf makes out 0, and a finite sink scales out by the share of weight it leaves.
+
+    No sink changes lse.
+    """
     batch = spec.build().change(sinks=None)
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
     heads = batch.q.shape[1]
@@ -314,7 +320,10 @@ def slopes_shift_the_lse(runner: Runner, spec: Spec) -> None:
 
 
 def slopes_are_a_relative_bias(runner: Runner, spec: Spec) -> None:
-    """A relative bias table with a slope's biases for all distances equals the slope; one column of 0 is no bias."""
+    """A relative bias table with a slope's biases for all distances equals the slope.
+
+    A table with only one column of 0 equals no bias.
+    """
     batch = spec.build().masked(relative_bias=None, causal=True, draft_mask=None)
     heads, reach = batch.q.shape[1], max((batch.kv_len(seq) for seq in range(len(batch.bounds()))), default=0) + 1
     slopes = np.linspace(-0.25, 0.5, heads, dtype=np.float32)

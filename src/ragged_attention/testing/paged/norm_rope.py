@@ -157,7 +157,7 @@ def check_norm_rope(runner: Runner, batch: NormRopeBatch) -> None:
 
 
 def _written(batch: NormRopeBatch, sign: int) -> Pages:
-    """The reference's pages for keys and values that are moved by float32's error, up or down."""
+    """The reference's pages for keys and values that are larger (`sign` 1) or smaller (-1) by float32's error."""
     k = batch.exact(batch.k, batch.k_weight)
     size = np.maximum(np.abs(k).max(-1, keepdims=True, initial=0), np.float64(1e-30))
     v = batch.v.astype(np.float64)
@@ -172,7 +172,10 @@ def _written(batch: NormRopeBatch, sign: int) -> Pages:
 
 
 def it_is_three_operations(runner: Runner, spec: NormRopeSpec) -> None:
-    """The pages have the same bits as after a write of the rotated keys, which a call with k as q returns."""
+    """The pages have the same bits as after a separate write of the rotated keys.
+
+    The rotated keys are the q that a call with k as its q returns.
+    """
     batch = spec.build()
     _, pages = runner.run("norm_rope_write", batch)
     k, _ = runner.run("norm_rope_write", batch.change(q=batch.k, q_weight=batch.k_weight))

@@ -51,7 +51,7 @@ def check_write(runner: Runner, batch: WriteBatch) -> None:
     """The tokens are in their slots with the reference's bits, and nothing else has changed.
 
     If a scale is not a power of two, a device may divide by it with an error of two units in the last place of float32.
-    For a value that close to a tie, either neighbour is then accepted.
+    So if a value is that close to a tie, either neighbour is accepted.
     """
     if batch.stored is not None:
         check_scaled_write(runner, batch)
@@ -103,7 +103,7 @@ def nudged(values: NDArray[np.float32], step: int) -> NDArray[np.float32]:
 
 
 def _written(batch: WriteBatch, step: int) -> Pages:
-    """The reference's pages, for tokens that are moved by `step` units in the last place of float32."""
+    """The reference's pages for K and V whose elements are moved by `step` units in the last place of float32."""
     arguments = batch.change(k=nudged(batch.k, step), v=nudged(batch.v, step)).arguments()
     if batch.quantized:
         return write_kv_pages(**arguments, **batch.formats, copies=batch.copies)

@@ -68,7 +68,7 @@ _PAIRS: dict[str, Spec] = {
 
 
 def special_write(name: str) -> WriteBatch:
-    """A write of rows with NaN, infinity, zeros of both signs, a single sign, and values that quantise to ties."""
+    """A write of rows with NaN, infinities, zeros of both signs, elements of only one sign, and rounding ties."""
     write = write_batch(_of(name, lens=((9, 9),), head_dim=32), by_tables=True)
     k, v = write.k.copy(), np.zeros_like(write.v)
     k[0, 0, 3], k[1, :, 5], k[2, 1, 7], k[3] = np.nan, np.inf, -np.inf, 0.0
@@ -108,7 +108,7 @@ WRITES: dict[str, Callable[[], WriteBatch]] = {
 def garbage_reaches_who_sees_it(runner: Runner, spec: Spec) -> None:
     """A NaN or infinite scale changes only the rows of queries that see its position.
 
-    A NaN scale gives these rows NaN, in all columns if keys have scales, else in some.
+    If the scales are NaN, these rows become NaN: in all columns if keys have scales, else in at least one column.
     """
     batch, rng = spec.build(), np.random.default_rng(spec.seed)
     bad = rng.random((batch.num_pages, batch.page_size, batch.num_kv_heads)) < 0.1

@@ -46,9 +46,9 @@ def split(kv_pages: Pages) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def unread(rng: np.random.Generator) -> Callable[[int | tuple[int, ...], int], NDArray[np.int32]]:
-    """A function of a shape and a limit that fills unused index entries.
+    """A function that makes values for unused index entries, from their shape and a limit.
 
-    They become arbitrary int32 values, or values up to the limit, which look valid.
+    The values are arbitrary int32, or lie in [0, limit] and therefore look valid.
     """
     if rng.random() < 0.5:
         return lambda shape, limit: rng.integers(0, limit + 1, shape, np.int32)
@@ -67,16 +67,16 @@ class Contradiction(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
-    """The base of all batches: the dtypes that their arrays stand for, and their memory layout."""
+    """The base of all batches: the dtypes in which their arrays are passed, and their memory layout."""
 
     dtype: str = "float32"
     cache_dtype: str = "float32"
     stored: tuple[str, str] | None = (
         None  # the formats of keys and values, from `formats.KV_FORMATS`; replaces cache_dtype
     )
-    q_dtype: str | None = None  # q's dtype, if it is not `dtype`; q is then widened to `dtype`
+    q_dtype: str | None = None  # q's dtype if it differs from `dtype`, to which operations then widen q
     strided: bool = False  # in torch, whether every array is a view with garbage in its gaps
-    # In torch, the axis on which each of these arguments has a stride of 0; its slices along the axis are equal.
+    # For each argument that has a stride of 0 in torch, the axis of this stride. Slices along the axis are equal.
     alike: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -90,7 +90,7 @@ class Arrays:
 
     @property
     def formats(self) -> dict[str, Any]:
-        """The keyword arguments by which the reference reads quantised pages."""
+        """The keyword arguments with which the reference reads quantised pages."""
         if not self.quantized:
             return {}
         k_format, v_format = (formats.KV_FORMATS[name] for name in self.stored or (self.cache_dtype,) * 2)
@@ -129,7 +129,7 @@ class Arrays:
 
 
 def by_q_head(of_kv_heads: Any, heads: int) -> NDArray[np.bool_]:
-    """Flags by row and query head [rows, H], from flags by KV head, or for all heads, and row [K or 1, rows]."""
+    """Flags for each row and query head [rows, H], from flags for each KV head, or for all heads [K or 1, rows]."""
     return np.repeat(of_kv_heads, heads // len(of_kv_heads), axis=0).T
 
 
@@ -157,7 +157,7 @@ class RaggedTables(Arrays, abc.ABC):
 
     @property
     def kind(self) -> str:
-        """The kind of bounds: bfloat16 for 8-bit caches, else the 16-bit dtype of q or of the results, if any."""
+        """The kind of bounds: bfloat16 for 8-bit caches, else q's dtype or, if that is float32, the results' dtype."""
         if any(pages.itemsize == 1 for pages in self.pages):
             return "bfloat16"
         return self.dtype if self.dtype != "float32" else self.out_dtype or self.dtype
@@ -249,7 +249,7 @@ class RaggedTables(Arrays, abc.ABC):
         )
 
     def fully_masked(self) -> NDArray[np.bool_]:
-        """Whether a query head sees no key, padding included, bool [T, H]."""
+        """Whether a query head sees no key, bool [T, H]; true in padding rows."""
         rows = np.ones(self.q.shape[:2], bool)
         for seq, (start, stop) in enumerate(self.bounds()):
             rows[start:stop] = by_q_head(~self.seen(seq).any(axis=2), self.q.shape[1])
@@ -272,7 +272,7 @@ class RaggedTables(Arrays, abc.ABC):
         return self.with_pages(arrays).change(q=q)
 
     def with_any_tables(self, rng: np.random.Generator) -> Self:
-        """The batch with arbitrary int32 values in most index arrays; garbage is also tried beside valid arrays."""
+        """The batch with arbitrary int32 values in most index arrays. Each array stays valid with probability 0.3."""
         wild = {
             "kv_lens": garbage(rng, self.kv_lens.shape, 40),
             "page_indices": garbage(rng, self.page_indices.shape, self.num_pages),
@@ -335,7 +335,8 @@ class Batch(RaggedTables):
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         arrays, count = [pages.copy() for pages in self.pages], len(pages_of(self.kv_pages))
         for original, pages in zip(pages_of(self.kv_pages), arrays, strict=False):
-            heads = pages.shape[2] // unread.shape[2]  # per head of `unread`; combined pages alternate K and V
+            # The number of page heads per head of `unread`. Combined pages alternate K and V.
+            heads = pages.shape[2] // unread.shape[2]
             where = np.repeat(unread, heads, axis=2)
             pages[where] = formats.poison(kind, self.dtype_of_pages(original), pages[where].shape, rng)
         scaled = [form for form in self.formats.values() if form.scaled]
@@ -441,14 +442,14 @@ class Spec:
     num_kv_heads: int = 1
     group: int = 1
     head_dim: int = 16
-    v_head_dim: int | None = None  # None: `head_dim`; another size needs pages in a pair
+    v_head_dim: int | None = None  # None: equal to `head_dim`; another size needs pages in a pair
     combined: bool = True
     dtype: str = "float32"
-    cache_dtype: str | None = None  # None: `dtype`
+    cache_dtype: str | None = None  # None: the same as `dtype`
     stored: tuple[str, str] | None = None  # formats of keys and values, from `formats.KV_FORMATS`; replaces cache_dtype
     wild: bool = False  # whether scale pages hold scales of any sign and size
     count: str = "none"  # the type of num_seqs: none, int or array
-    spare_seqs: int = 0  # table rows past num_seqs
+    spare_seqs: int = 0  # rows of page_indices past num_seqs
     padding: int = 0  # query rows past the last sequence
     spare_columns: int = 0  # columns of page_indices beyond the longest sequence
     limit: str | None = None  # max_q_len: None, exact, loose, or wrongly 0 or 1
@@ -456,8 +457,8 @@ class Spec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sm_scale: float | None = None
-    sinks: str | None = None  # normal, -inf, +inf, mixed
-    alibi: str | None = None  # usual, mixed
+    sinks: str | None = None  # kind of sinks: normal, -inf, +inf or mixed
+    alibi: str | None = None  # kind of ALiBi slopes: usual or mixed
     bias: str | None = None  # relative bias: one table for all queries (shared) or one for each (own)
     ranges: str | None = None  # kind of key ranges, see `ranges_of`; they replace the masks above
     selection: Selection | None = None  # lists of key blocks, within the masks above
@@ -465,7 +466,7 @@ class Spec:
     scales: str | None = None  # the type of k_scale and v_scale: float, array or heads
     q_scales: str | None = None  # the type of q_scale, with e4m3 queries that are widened to `dtype`
     out_dtype: str | None = None
-    sharing: str | None = None  # prefix: all begin with pages of the first; repeat: one page per sequence
+    sharing: str | None = None  # prefix: all sequences begin with the first one's pages; repeat: one page per sequence
     invalid_pages: bool = False  # some page indices within the lengths are out of range
     poison: str | None = None  # nan or inf in everything that must not be read
     garbage: bool = False  # fill unused index entries with garbage
@@ -551,7 +552,7 @@ class Spec:
 
     def _side(self, rng: np.random.Generator, num_pages: int, name: str, width: int) -> tuple[Any, Any]:
         """The pages of K or V, and their scale pages, or None if the format has none."""
-        # int8 codes use more of their range; `k_scale` and `v_scale` make up for it.
+        # Values in int8 pages are larger, to use more of the codes' range. `k_scale` and `v_scale` compensate for it.
         size = 40.0 if name == "int8" else self.magnitude
         shape, form = (num_pages, self.page_size, self.num_kv_heads, width), formats.KV_FORMATS[name]
         rows = rng.standard_normal(shape) * size
@@ -564,14 +565,14 @@ class Spec:
         return pages, scales if scales.dtype == np.uint8 else scales.astype(np.float32)
 
     def _scale(self, rng: np.random.Generator, cache_dtype: str, side: int) -> Any:
-        """The scale of K, side 0, or of V, side 1. int8 pages without scale pages need one."""
+        """`k_scale` (side 0) or `v_scale` (side 1). int8 pages without scale pages need a scale."""
         size = 1 / 40 if cache_dtype == "int8" else 1.0
         scale = scale_of(rng, self.scales, self.num_kv_heads, size)
         return size if scale is None and (self.stored or (cache_dtype,) * 2)[side] == "int8" else scale
 
 
 def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float = 1.0) -> Any:
-    """A scale near `size`: None, a float, an array without dimensions, or one for each head."""
+    """A scale near `size`: None, a float, an array without dimensions, or an array with one scale for each head."""
     if kind is None:
         return None
     values = (rng.uniform(0.5, 1.5, heads) * size).astype(np.float32)
@@ -579,7 +580,7 @@ def scale_of(rng: np.random.Generator, kind: str | None, heads: int, size: float
 
 
 def sinks_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray[np.float32] | None:
-    """Sinks for `heads` heads: normal, all -inf, all +inf, or mixed. None draws nothing from `rng`."""
+    """Sinks for `heads` heads: normal, all -inf, all +inf, or mixed. If `kind` is None, `rng` is not used."""
     if kind is None:
         return None
     normal = rng.standard_normal(heads).astype(np.float32)
@@ -601,7 +602,7 @@ def slopes_of(rng: np.random.Generator, heads: int, kind: str | None) -> NDArray
 
 
 def bias_table(rng: np.random.Generator, tokens: int, heads: int, kind: str | None) -> NDArray[np.float32] | None:
-    """A relative bias table with up to 40 columns, shared by all queries or one for each."""
+    """A relative bias table with up to 40 columns, shared by all queries or with its own part for each query."""
     if kind is None:
         return None
     width = int(rng.choice([1, 2, 5, 12, 40]))

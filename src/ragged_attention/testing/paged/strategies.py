@@ -14,7 +14,8 @@ from ragged_attention.testing.selected import selections
 
 PAGE_SIZES = (1, 2, 3, 4, 8, 16, 32)
 HEAD_DIMS = (16, 24, 40, 64, 80)
-HEADS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (1, 8), (3, 2))  # numbers of KV heads, and of query heads for each
+# The number of KV heads, and of query heads per KV head.
+HEADS = ((1, 1), (2, 1), (1, 3), (2, 2), (1, 5), (1, 8), (3, 2))
 SEEDS = st.integers(0, 2**32 - 1)
 
 # Strategies for one sequence's (q_len, kv_len).
@@ -30,8 +31,8 @@ sequence = st.one_of(decode, prefill, chunk, speculative, odd)
 def specs(draw: st.DrawFn, *, clean: bool = False, cache_dtypes: tuple[str | None, ...] | None = None) -> Spec:
     """Any valid `ragged_paged_attention` call.
 
-    `clean` excludes drafts, scales of queries and dtypes of results, and what laws add themselves: poison, missing
-    pages and shared pages.
+    `clean` excludes draft masks, query scales and result dtypes. It also excludes what laws add themselves: poison,
+    missing pages and shared pages.
     """
     lens = tuple(draw(st.lists(sequence, min_size=1, max_size=4)))
     num_kv_heads, group = draw(st.sampled_from(HEADS))
@@ -136,7 +137,7 @@ scaled_write_specs = st.builds(
 
 
 def coded(batch: WriteBatch, *, finite: bool = False) -> WriteBatch:
-    """A write into 8-bit pages, with K and V as arbitrary codes, or finite ones; any other write unchanged."""
+    """The write with arbitrary or finite codes as K and V; unchanged unless it has 8-bit pages without scale pages."""
     if not batch.quantized or batch.stored is not None:
         return batch
     rng, dtype = np.random.default_rng(len(batch.k)), np.int8 if batch.cache_dtype == "int8" else np.uint8

@@ -15,7 +15,7 @@ from ragged_attention.testing.paged.specs import Spec, WriteBatch, pages_of
 from ragged_attention.testing.paged.strategies import coded, specs, write_batch
 from ragged_attention.testing.runner import Runner
 
-# The option to write and attend in one kernel, for backends that offer it; otherwise they use two.
+# The option to write and attend in one kernel. Backends without it, or calls without it, use two kernels.
 FUSED = {"fused_update": True}
 
 UPDATES: dict[str, Spec] = {
@@ -84,7 +84,7 @@ def _on_drawn(runner: Runner, examples: int) -> int:
 
 
 def corners() -> Iterator[Check]:
-    """Checks that run every named update in one kernel, if the backend can, and in two."""
+    """Checks that run every named update with the backend's own options and, if it offers `FUSED`, with that option."""
     for name, spec in UPDATES.items():
         yield Check("corner", f"update, {name}", _on_each_path(spec))
     for name in formats.QUANTIZED:

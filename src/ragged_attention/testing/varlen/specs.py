@@ -68,14 +68,14 @@ class VarlenBatch(Arrays):
         return self.change(**{"key_ranges": None, "selected": None, "block_size": None, **mask})
 
     def fully_masked_heads(self) -> NDArray[np.bool_]:
-        """Whether a query head sees no key, padding included, bool [T_q, H]."""
+        """Whether a query head sees no key, bool [T_q, H]; true in padding rows."""
         fully_masked = np.ones(self.q.shape[:2], bool)
         for rows, _, seen in self.parts():
             fully_masked[rows] = by_q_head(~seen.any(axis=2), self.q.shape[1])
         return fully_masked
 
     def unseen(self) -> NDArray[np.bool_]:
-        """Whether no query sees a KV head's key, padding included, bool [T_k, K]."""
+        """Whether no query sees a KV head's key, bool [T_k, K]; true in padding rows."""
         unseen = np.ones(self.k.shape[:2], bool)
         for _, keys, seen in self.parts():
             unseen[keys] = ~seen.any(axis=1).T
