@@ -1,9 +1,9 @@
-"""The gradients of keys and values that lists of blocks select: which queries name a block, and the sums over these.
+"""The gradients of keys and values if queries have lists of blocks: sums over the queries whose lists name a block.
 
-A kernel gives each entry of the lists a code for its KV head and its block, counted over all sequences. Sorting these
-codes transposes the lists: the entries that name a block become neighbours, in the order of their queries. A program of
-the second kernel holds keys of a block, or of a few small blocks, and visits the rows of these entries. The order of
-sums depends on the lists alone.
+The first kernel gives each entry of the lists a code for its KV head and its block, with blocks numbered across all
+sequences. Sorting these codes transposes the lists: the entries that name a block become neighbours, in the order of
+their queries. A program of the second kernel holds keys of one block, or of a few small blocks, and visits the rows of
+the entries that name them. The order of summation depends on the lists alone.
 """
 
 from typing import Any, NamedTuple
@@ -113,7 +113,7 @@ class Entries(NamedTuple):
 
 @triton.jit
 def visit_entries(keys, arrays, entries, seeing, mask, N: tl.constexpr, CONFIG: tl.constexpr):
-    """(dk / sm_scale, dv) of a block of keys over the rows of the entries."""
+    """(dk / sm_scale, dv) of a block of keys, summed over the rows of the entries."""
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     sums = (zeros(keys.k[0].shape[0], CONFIG.K), zeros(keys.v[0].shape[0], CONFIG.V))
@@ -195,7 +195,7 @@ def selected_dkv_kernel(
 
 
 def sizes(call: Any, dkv: Sizes, dq: Sizes) -> tuple[Sizes, Sizes]:
-    """The preferred sizes of the kernels of dk and dv and of dq, given those for calls without lists."""
+    """(sizes of the dk and dv kernel, sizes of the dq kernel), given those for calls without lists."""
     arch = call.device.arch
     if not arch.startswith("sm_"):
         return dkv, dq
@@ -208,7 +208,7 @@ def sizes(call: Any, dkv: Sizes, dq: Sizes) -> tuple[Sizes, Sizes]:
 
 
 def too_many(call: Any) -> str | None:
-    """Why the entries of a call's lists cannot be sorted, None if they can or there are none."""
+    """The reason why the entries of a call's lists cannot be sorted; None if they can, or if there are no lists."""
     if call.selected is None:
         return None
     entries = call.num_q_tokens * call.selected.shape[1] * call.num_selected
@@ -219,7 +219,7 @@ def too_many(call: Any) -> str | None:
 
 
 def transposed(call: Any, launch: Any, edges: tuple[Any, Any], kind: MaskKind, window: int) -> tuple[Any, Any]:
-    """Enqueue the transposition of the lists; returns the sorted codes, and the index of each in the lists."""
+    """Enqueue the transposition of the lists; returns the sorted codes, and each code's index in the lists."""
     selected, heads = launch.packed(call.selected), call.selected.shape[1]
     columns = min(next_power_of_2(call.num_selected), MOST_CODED // CODED_TOKENS)
     [codes] = launch(
@@ -247,7 +247,10 @@ def key_gradients(
     call: Any, tile: Any, launch: Any, inputs: tuple[Any, ...], edges: tuple[Any, Any], numbers: Any,
     config: dict[str, Any],
 ) -> list[Any]:  # fmt: skip
-    """Enqueue the kernels; returns dk and dv. The other arguments are those of the kernel for calls without lists."""
+    """Enqueue the kernels; returns dk and dv.
+
+    `edges` has cu_q_lens and cu_kv_lens. The other arguments are those of `varlen_attention_backward.key_gradients`.
+    """
     block_kv = min(tile.block_kv, max(16, call.block_size))
     codes, order = transposed(call, launch, edges, config["MASK"], numbers["window"])
     return launch(

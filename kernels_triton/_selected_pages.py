@@ -61,7 +61,7 @@ from ragged_attention.kernels_triton._tiles import OLDER_COMPILER, WGMMA, cdiv, 
 
 MIN_SPLIT = 256  # minimum keys per split
 MAX_SPLITS = 16
-SEGMENTS = 8  # segments of a token's own blocks in batch-invariant mode, some of which may have no blocks
+SEGMENTS = 8  # segments into which batch-invariant mode divides a token's blocks; some may be empty
 MIN_SEGMENT = 512  # minimum keys per segment, except the last one
 
 
@@ -74,15 +74,15 @@ class Config(Constants):
     LISTS: ListKind
     BLOCK_Q: int  # rows per program
     SPLITS: int  # splits per job and KV head
-    SEGMENTS: int  # segments of a job's blocks; 0 without. Each is a split, or one program visits all
-    LEAST_STEPS: int  # steps of each segment or split but the last
+    SEGMENTS: int  # segments of a job's blocks, or 0; each segment is a split, or one program visits all
+    LEAST_STEPS: int  # minimum steps of each segment or split except the last
     COMBINED: bool  # whether K and V are interleaved in one array
     HAS_NUM_SEQS: bool
 
 
 @triton.jit
 def pages_of_blocks(pages, block, step, last, LISTS: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """The page of each key of a step, or of all its keys if one page and one block hold them; -1 for no page."""
+    """The page of each key of a step, or a single page if one page and one block hold all keys; -1 without a page."""
     if LISTS.BLOCK_SIZE >= BLOCK_KV and PAGE_SIZE > 0 and PAGE_SIZE % BLOCK_KV == 0:
         keys = block * LISTS.BLOCK_SIZE + step % (LISTS.BLOCK_SIZE // BLOCK_KV) * BLOCK_KV
     else:
@@ -238,14 +238,14 @@ def tile_fields(call: Any) -> dict[str, int]:
 
 
 def num_programs(call: Any, tokens: int) -> int:
-    """The programs with work if a job has `tokens` tokens and its blocks are not split; at least 1."""
+    """The number of programs with work, at least 1, if a job has `tokens` tokens and its blocks are not split."""
     return max(cdiv(call.num_tokens, tokens) * call.num_kv_heads, 1)
 
 
 def invariant_fields(call: Any) -> dict[str, int]:
-    """`tile_fields` for batch-invariant mode: no size that changes a bit depends on the batch or on padding of lists.
+    """`tile_fields` for batch-invariant mode: sizes that affect the bits do not depend on the batch or lists' padding.
 
-    There are splits if there are too few tokens to fill the GPU. They take memory.
+    Blocks are split only if there are too few tokens to fill the GPU, because splits take memory.
     """
     few = num_programs(call, 1) < 2 * call.device.num_multiprocessors
     fields = sizes_of(call, 1, looked_up=_paged_tiles.looks_up_always(call))
@@ -269,7 +269,7 @@ def rows_of_prompts(call: Any) -> int:
 
 
 def sizes_of(call: Any, tokens: int, *, looked_up: bool | None = None) -> dict[str, int]:
-    """The sizes of the attention kernel, whose loop is that of the split kernel; see `split_sizes`."""
+    """The sizes of the attention kernel, which has the same loop as the split kernel; see `split_sizes`."""
     rows = min(max(16, next_power_of_2(tokens * call.group)), 64)
     sizes = _paged_tiles.split_sizes(call, rows, looked_up=looked_up)
     few = _paged_tiles.decodes(call) or on_cuda_cores(call) or max(call.head_dim, call.v_head_dim) > 128
@@ -345,7 +345,7 @@ def merge_splits(
     *,
     in_order: bool,
 ) -> list[Any]:
-    """Enqueue the merge of the splits' results, of `rows` rows for each token, KV head and split, into `target`."""
+    """Enqueue the merge of the splits' results into `target`. Each token, KV head and split has `rows` stored rows."""
     cu_q_lens, kv_lens, num_seqs = (shared.arrays[name] for name in ("cu_q_lens", "kv_lens", "num_seqs"))
     return combine(
         launch,

@@ -1,4 +1,4 @@
-"""Which sequence a program works on, and which blocks of keys or rows its loops visit.
+"""Functions that find the sequence of a program, and the blocks of keys or rows that its loops visit.
 
 Related values travel between functions as a named tuple. A kernel takes its arguments one by one, as launchers pass
 them, and bundles them itself. Constants in a tuple stay compile-time constants only if the tuple is built inside a call
@@ -15,8 +15,8 @@ import triton.language as tl
 from ragged_attention.kernels_triton._mask import MASK_NUMBERS
 
 # Kernel arguments that change from step to step while a model is served. By default Triton compiles a kernel again if
-# one of them becomes 1, or begins or ceases to be a multiple of 16. Strides are not among them: they do not change, and
-# wide loads depend on their being multiples of 16.
+# such an argument becomes 1, or begins or ceases to be a multiple of 16. Strides are not in this list: they do not
+# change, and wide loads depend on strides that are multiples of 16.
 VARYING = (
     *MASK_NUMBERS, "blocks", "capacity", "count", "extra_longest",
     "extra_num_slots", "first_token", "fixed_splits", "longest", "max_num_seqs", "num_entries", "num_kv_tokens",
@@ -37,7 +37,8 @@ class Blocks(NamedTuple):
     """Blocks of keys or rows that one loop visits: `left_blocks` blocks from `left` on, then the rest from `right` on.
     A loop without masks visits all blocks from `left` on.
 
-    `later` has pairs of an iteration and the start of the block that the loop visits then, from which it goes on.
+    `later` has pairs (iteration, start): in this iteration, the loop jumps to the block that begins at `start`, and
+    continues from there.
     """
 
     left: tl.tensor
@@ -54,9 +55,9 @@ class Edges(NamedTuple):
       |  some see   |  every query sees these   |  some see   |
     start      whole_start                 whole_stop        end    edges of blocks
 
-    The unmasked loop visits the blocks in the middle, the masked loop those at both ends. For dk and dv, the edges
-    are those of the blocks of rows that see a program's keys. Ranges of keys can have several such parts, one after the
-    other: `later` has the four edges of each but the first.
+    The unmasked loop visits the blocks in the middle, the masked loop those at both ends. For dk and dv, the edges are
+    those of the blocks of rows that see a program's keys. If queries have several ranges of keys, there can be several
+    such parts, one after the other. `later` has the four edges of each part after the first.
     """
 
     start: tl.tensor
@@ -95,7 +96,7 @@ def end_blocks(edges, BLOCK: tl.constexpr):
 
 @triton.jit
 def none_unless(condition, blocks):
-    """The blocks if the condition holds, else none."""
+    """`blocks` if the condition holds, else no blocks."""
     num_blocks = tl.where(condition, blocks.num_blocks, 0)
     return Blocks(blocks.left, blocks.left_blocks, blocks.right, num_blocks, blocks.later)
 
@@ -138,7 +139,7 @@ def segment_edge(cu_q_lens_ptr, segment, num_seqs, num_tokens):
 
 
 def max_blocks(rows: int, block: int, num_seqs: int) -> int:
-    """The maximum number of blocks of `rows` rows in `num_seqs` sequences; each has a program. See `find_segment`."""
+    """The maximum number of blocks, and so of programs, for `rows` rows in `num_seqs` sequences; see `find_segment`."""
     return rows // block + num_seqs + 2 if rows else 0
 
 
@@ -147,7 +148,7 @@ def find_segment(block, cu_q_lens_ptr, num_seqs, num_tokens, GROUP: tl.constexpr
     """The segment (see `segment_edge`) that a block of rows belongs to, found by binary search.
 
     If segment i begins at token t, its first block has the index `t * GROUP // BLOCK + i`. So each segment has enough
-    blocks, and the blocks of earlier segments need not be counted. The grid follows from shapes alone.
+    block indices, and a program need not count the blocks of earlier segments. The grid follows from shapes alone.
     """
     low = 0
     high = num_seqs + 2

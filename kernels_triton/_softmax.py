@@ -20,7 +20,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def unit_under_cap(soft_cap):
-    """The factor for logits and their soft cap that keeps both the cap and its inverse from being subnormal."""
+    """A factor for logits and their soft cap, such that neither the scaled cap nor its inverse is subnormal."""
     return tl.where(soft_cap < 1.0, 1.0, 0.0625)
 
 
@@ -55,7 +55,7 @@ def lost_to_rounding(exact, rounded):
 
 @triton.jit
 def online_softmax(logits, m_i, l_i, scale):
-    """(weights, alpha, m_i, l_i) after a block of logits; `scale`, above 0, converts the logits to base 2.
+    """(weights, alpha, m_i, l_i) after a block of logits; `scale`, a positive factor, converts the logits to base 2.
 
     The caller multiplies its accumulator by `alpha`. A row that has seen no key keeps m_i = -inf and l_i = 0.
     """
@@ -88,8 +88,8 @@ def sum_of_products(a, b, live, AXIS: tl.constexpr):
     """The sum of a * b over the `live` elements along an axis.
 
     The `where` separates the product from the sum. Otherwise the compiler fuses the product with the first addition
-    across threads. A thread's own term is then not rounded, but its partner's term is, so that two threads that should
-    hold the same sum differ in the last bit.
+    across threads. A thread then rounds its partner's term but not its own. So two threads that should hold equal sums
+    differ in the last bit.
     """
     return tl.sum(tl.where(live, a * b, 0.0), AXIS)
 
@@ -138,9 +138,9 @@ def sum_kernel(terms_ptr, sums_ptr, num_rows, num_columns, BLOCK: tl.constexpr, 
 
 
 def column_sums(terms: Any, launch: Any, shape: tuple[int, ...] | None = None) -> Any:
-    """Enqueue the column sums of a float32 array [rows, columns], in an order that is always the same.
+    """Enqueue the column sums of a float32 array [rows, columns]. The order of summation is fixed.
 
-    The result is [columns], or has the given `shape` of as many numbers.
+    The result has the given `shape`, with as many numbers as there are columns; by default it is [columns].
     """
     num_rows, num_columns = terms.shape
     (sums,) = launch(

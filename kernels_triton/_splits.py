@@ -56,7 +56,7 @@ class Batch(NamedTuple):
     num_seqs: tl.tensor  # live sequences
     max_num_seqs: tl.tensor  # rows of the page table
     num_tokens: tl.tensor
-    capacity: tl.tensor  # keys that one row of the page table can address, or the number of all packed keys
+    capacity: tl.tensor  # keys that a row of the page table can address, or the total number of packed keys
 
 
 class Split(NamedTuple):
@@ -76,14 +76,14 @@ class Split(NamedTuple):
 
 
 def most_tokens(call: Any) -> int:
-    """The maximum query tokens per sequence that the host expects, at least 1. The call's `max_q_len` may be wrong."""
+    """The maximum query tokens per sequence that the host expects, at least 1. The call's `max_q_len` can be wrong."""
     return max(1, call.num_tokens if call.max_q_len is None else min(call.max_q_len, call.num_tokens))
 
 
 def short_tokens(call: Any) -> int:
     """The query tokens per short sequence for which the host selects tiles.
 
-    This is `max_q_len` if known, else the average. If the result exceeds MANY_TOKENS, it is FEW_TOKENS instead.
+    This is `max_q_len` if the call has it, else the average. If that exceeds MANY_TOKENS, it is FEW_TOKENS.
     """
     tokens = cdiv(call.num_tokens, max(call.max_num_seqs, 1)) if call.max_q_len is None else call.max_q_len
     return tokens if tokens <= MANY_TOKENS else FEW_TOKENS
@@ -106,7 +106,8 @@ def splits_at_most(max_num_seqs: int, num_splits: int, *, invariant: bool) -> tu
         return max_num_seqs, 0
     if invariant:
         return max_num_seqs * num_splits, max_num_seqs * num_splits
-    # A stored sequence has at least one full split, of at most num_splits in total, and at most one partial split.
+    # There are at most num_splits full splits in total. A stored sequence has at least one full split, and at most one
+    # partial split.
     return max_num_seqs + num_splits, min(max_num_seqs + num_splits, 2 * num_splits)
 
 
@@ -127,7 +128,7 @@ def find_rows(block, batch, GROUP: tl.constexpr, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def length_of(seq, kv_lens_ptr, capacity, PACKED: tl.constexpr):
-    """The keys of a sequence. For PACKED sequences, `kv_lens_ptr` is cu_kv_lens, and `capacity` counts all keys."""
+    """The number of a sequence's keys. If PACKED, `kv_lens_ptr` is cu_kv_lens, and `capacity` counts all keys."""
     if PACKED:
         start = query_edge(kv_lens_ptr, seq, capacity)
         kv_len = tl.maximum(query_edge(kv_lens_ptr, seq + 1, capacity) - start, 0)
@@ -156,7 +157,7 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
 
 @triton.jit
 def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(splits of each sequence, blocks per split), about `num_splits` splits in total. Long sequences have one each."""
+    """(splits of each sequence, blocks per split), with about `num_splits` splits in total; one per long sequence."""
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)
@@ -183,14 +184,14 @@ def splits_of_sequence(blocks, num_splits, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def segments_of_sequence(q_len, first, last, DIVISION: tl.constexpr):
-    """The segments of the keys [first, last) that have a program each: one for all of a long sequence."""
+    """The number of programs for the keys [first, last): one per segment, but only one for a long sequence."""
     segments = number_of_segments(first, last, DIVISION.SEGMENT)
     return tl.where(q_len * DIVISION.GROUP <= DIVISION.SHORT_ROWS, segments, 1)
 
 
 @triton.jit
 def find_later_rows(index, batch, DIVISION: tl.constexpr):
-    """(sequence, first row) of a block of rows. Its `index` numbers all blocks but the first of each sequence."""
+    """(sequence, first row) of a block of rows. `index` counts all blocks except each sequence's first."""
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     row = tl.minimum(seqs, batch.max_num_seqs - 1)
     q_len = query_edge(batch.cu_q_lens_ptr, row + 1, batch.num_tokens)
@@ -204,7 +205,7 @@ def find_later_rows(index, batch, DIVISION: tl.constexpr):
 
 @triton.jit
 def most_splits(max_num_seqs, num_splits, DIVISION: tl.constexpr):
-    """The maximum number of splits of the batch. With ALL_SEQUENCES, later programs run `find_later_rows`."""
+    """The maximum number of splits of the batch. If ALL_SEQUENCES, programs after these call `find_later_rows`."""
     most = max_num_seqs
     if DIVISION.BATCH_INVARIANT or DIVISION.SEGMENT > 0:
         most = max_num_seqs * num_splits

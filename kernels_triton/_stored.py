@@ -1,7 +1,7 @@
 """Rows of K and V as pages store them: their formats, and loads of rows as operands of products.
 
-If a scale belongs to a whole row, codes are operands, and the scale multiplies a column of logits or of weights. If
-scales belong to blocks of columns, they multiply the operand.
+If a whole row has one scale, its codes are the operand, and the scale multiplies a column of logits or of weights. If
+blocks of columns have scales, the scales multiply the codes, and the result is the operand.
 """
 
 import dataclasses
@@ -24,14 +24,14 @@ DTYPES = {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}
 class Stored(Constants):
     """How pages store the rows of K or of V.
 
-    The strides are those of their scale pages, in elements. They are constants, since they depend on the layout of
-    pages alone, except that of heads, which the number of pages may change.
+    The strides are those of the scale pages, in elements. They depend on the layout of pages alone, so they are
+    constants. The stride of heads is not among them, because it may depend on the number of pages.
     """
 
     CODES: str  # the elements' FORMAT, see `decode`; "uint4" and "e2m1" have the codes of two columns in a byte
     SCALES: str  # the dtype of stored scales, or ""
     GROUP: int  # columns of a block with its own scale; 0 if a scale belongs to the whole row
-    ZERO: str  # where the zero point of a row is: "", "mantissa" or "stored"; see `KvFormat`
+    ZERO: str  # where a row's zero point is stored: "mantissa", "stored", or "" without one; see `KvFormat`
     DECODED_AT_ONCE: bool  # whether values need the workaround `decoded_at_once`
     PAGE_STRIDE: int
     SLOT_STRIDE: int
@@ -44,7 +44,7 @@ class RowPages(NamedTuple):
     ptr: tl.tensor
     page_stride: tl.tensor
     slot_stride: tl.tensor
-    scales_ptr: tl.tensor  # a stand-in without scales
+    scales_ptr: tl.tensor  # a stand-in if there are no scales
 
 
 class Slots(NamedTuple):
@@ -104,7 +104,7 @@ def block_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, D:
     address = rows[:, None] + block[None, :] * STORED.COLUMN_STRIDE
     if MISPAIRS_FEW and STORED.CODES == "e2m1" and (rows.shape[0] < 32 or D_PAD < 32):
         stored = tl.zeros(address.shape, pages.scales_ptr.dtype.element_ty)
-        if pages.slot_stride >= 0:  # always
+        if pages.slot_stride >= 0:  # always true, but hides the load's size; see MISPAIRS_FEW
             stored = tl.load(address, mask=exists, other=0)
     else:
         stored = tl.load(address, mask=exists, other=0)
@@ -128,7 +128,7 @@ def load_rows(pages, slots, DTYPE: tl.constexpr, MASKED: tl.constexpr, PAGE_SIZE
 
 @triton.jit
 def load_numbers(address, slots, MASKED: tl.constexpr):
-    """A number for each key, as float32. If MASKED, those of unreadable keys are 0."""
+    """The number at each key's `address`, as float32. If MASKED, the numbers of unreadable keys are 0."""
     numbers = tl.load(address, mask=slots.readable, other=0) if MASKED else tl.load(address)
     return numbers.to(tl.float32)
 
@@ -150,9 +150,9 @@ def row_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, STOR
 
 @triton.jit
 def without_infinite(values, weights, logits):
-    """(values, weights) such that a row of weights is NaN if it sees a value that is not finite, and no other row is.
+    """(values, with 0 for those that are not finite; weights, with NaN in rows that see values that are not finite).
 
-    Zero times such a value would be NaN in rows that do not see it, too.
+    Otherwise a weight of 0 times such a value would be NaN in rows that do not see it, too.
     """
     finite = tl.abs(values.to(tl.float32)) < float("inf")
     bad = tl.min(finite.to(tl.int32), 1) == 0
@@ -181,7 +181,7 @@ def stored_of(form: KvFormat, arch: str, scale_pages: Any, launch: Any) -> Store
 
 
 def scale_page_arguments(call: Any, stand_in: Any, launch: Any) -> tuple[dict[str, Any], dict[str, int]]:
-    """(arrays, numbers) of the scale pages of K and V; `stand_in` is the array of a side without."""
+    """(arrays, numbers) of the scale pages of K and V; `stand_in` replaces the array if K or V has none."""
     arrays, numbers = {}, {}
     for side, pages in zip("kv", call.scale_pages, strict=True):
         arrays[f"{side}_scales"] = stand_in if pages is None else pages
@@ -192,8 +192,8 @@ def scale_page_arguments(call: Any, stand_in: Any, launch: Any) -> tuple[dict[st
 def value_dtype(call: Any) -> str:
     """The dtype of the values' operands.
 
-    Codes are exact in float16, which rounds weights less than bfloat16. But weights times stored scales may be beyond
-    float16, and so may values times powers of two.
+    Codes are exact in float16, which rounds weights less than bfloat16. But weights times stored scales may exceed the
+    range of float16, and so may values times powers of two.
     """
     dtype = dtype_name(call.q)
     if dtype == "float32":
@@ -206,9 +206,9 @@ def value_dtype(call: Any) -> str:
 def key_dtype(call: Any) -> str:
     """The dtype of the operands of queries and keys.
 
-    float16 holds no power of two beyond 2^15; queries of float16 are two terms of bfloat16 then.
+    float16 cannot represent scales above 2^15. With such scales, a float16 query is the sum of two bfloat16 terms.
     """
     dtype, form = dtype_name(call.q), call.k_format
     if dtype == "bfloat16" and form.quantized and not form.group:
-        return "float16"  # of queries divided by their unit
+        return "float16"  # the queries are divided by their unit
     return "bfloat16" if dtype == "float16" and form.scales == "float8_e8m0fnu" else dtype

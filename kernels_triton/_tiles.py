@@ -11,7 +11,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.kernels_triton._compiler import VERSION
 
 SMALLEST_SHARED_MEMORY = 64 * 1024  # bytes, for GPUs whose shared memory size is unknown
-OLDER_COMPILER = VERSION < (3, 7)  # most kernels then take more registers than with Triton 3.9, and a few take fewer
+OLDER_COMPILER = VERSION < (3, 7)  # most kernels take more registers than with Triton 3.9, and a few take fewer
 WGMMA = ("sm_90", "sm_100", "sm_103")  # GPUs whose matrix units read operands from shared memory
 
 
@@ -89,8 +89,8 @@ def expect_between(tile: Any, **bounds: tuple[int, int]) -> None:
 def page_unit(stride: int) -> int:
     """The unit, in elements, in which a page stride is passed to kernels.
 
-    The compiler learns only whether an argument is a multiple of 16, but pages may begin at multiples of smaller powers
-    of two. The unit is a constant, so the compiler knows that alignment.
+    The compiler knows only whether an argument is a multiple of 16, but pages may begin at multiples of smaller powers
+    of two. The unit is a constant, from which the compiler knows this alignment.
     """
     return math.gcd(stride, 16)
 
@@ -120,7 +120,7 @@ def dependent(overlapping: bool) -> dict[str, bool]:
 
 
 def launchable(call: Any, kernel: Any) -> str | None:
-    """Why Triton kernels cannot run on the call's device, None if they can."""
+    """The reason why Triton kernels cannot run on the call's device; None if they can."""
     device = call.device
     if device.platform == "cpu":
         if isinstance(kernel, triton.JITFunction):

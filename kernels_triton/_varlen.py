@@ -1,8 +1,8 @@
 """Functions that attention over packed sequences shares with its gradient.
 
 Rows are (query token, query head) pairs of one KV head, token by token, so that one program serves all query heads of a
-KV head. A head size that is not a power of two is held as two tiles if that takes less padding: 192 columns are
-128 + 64. Functions call these two tiles the parts of a row.
+KV head. If a head size is not a power of two, a row is two tiles if that takes less padding: 192 columns are 128 + 64.
+These two tiles are called the *parts* of a row.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from ragged_attention.kernels_triton._sequences import Edges, find_segment, max_
 from ragged_attention.kernels_triton._softmax import matmul
 from ragged_attention.kernels_triton._tiles import NARROWEST, WGMMA, cdiv, fit, item_size, next_power_of_2
 
-LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # maximum that tokens, or heads, contribute to a 32-bit offset
+LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # maximum share of tokens, or of heads, in a 32-bit offset
 LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # no block has more than 256 rows
 
 
@@ -69,7 +69,7 @@ class Config(Constants):
     BIAS: Bias
     HAS_SINKS: bool = False
     NEGATED: bool = False  # whether queries are negated, because the scale of logits is negative
-    HAS_SHARE: bool = False  # whether weights in the gradient have a further factor, `share`
+    HAS_SHARE: bool = False  # whether gradients have the factor `share`; see `_varlen_gradient`
     LISTS: ListKind | None = None  # the lists of blocks of keys, if there are any
     KEEPS_LARGEST: bool = False  # see `keeps_largest`
 
@@ -92,7 +92,7 @@ def near(array: Any, rows: int, launch: Any) -> Any:
 
 
 def parts(width: int, split: bool = True) -> tuple[int, int]:
-    """The columns of a head's two parts, both powers of two. The second is 0 if one part is best."""
+    """The columns of a head's two parts, both powers of two. The second is 0 if one part takes no more padding."""
     whole = max(NARROWEST, next_power_of_2(width))
     half = whole // 2
     rest = max(NARROWEST, next_power_of_2(width - half)) if width > half >= NARROWEST else half
@@ -102,8 +102,9 @@ def parts(width: int, split: bool = True) -> tuple[int, int]:
 def widths(call: Any) -> tuple[tuple[int, int], tuple[int, int]]:
     """(parts of queries and keys, parts of values), in columns.
 
-    The gradient has only one part on GPUs whose matrix units read operands from registers: two parts would exceed them.
-    Wide heads in float32, where matrix units have no part, take too much shared memory when they are padded.
+    On GPUs whose matrix units read operands from registers, rows have only one part in the gradient: two parts would
+    take too many registers. Wide heads in float32 are an exception. They do not use matrix units, and their padding
+    would take too much shared memory.
     """
     arch = call.device.arch
     in_registers = call.OPERATION.endswith("backward") and arch.startswith("sm_") and arch not in WGMMA
@@ -122,7 +123,7 @@ def rows_at_most(call: Any, rows: int) -> int:
 
 
 def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
-    """(rows per step, stages), reduced until blocks of two arrays fit in shared memory beside `kept` elements."""
+    """(rows per step, stages), reduced until streamed blocks of two arrays and `kept` elements fit shared memory."""
 
     def size(step: int, stages: int) -> int:
         return (kept + stages * step * columns(call)) * item_size(call.q)
@@ -133,7 +134,7 @@ def fit_rows(call: Any, kept: int, step: int, stages: int) -> tuple[int, int]:
 def shared_arguments(
     call: Any, launch: Any, *names: str
 ) -> tuple[dict[str, Any], tuple[Any, Any], dict[str, Any], dict[str, Any]]:  # fmt: skip
-    """(arrays by `names`, (cu_q_lens, cu_kv_lens), numeric arguments, fields of `Config`) that kernels share."""
+    """(arrays by `names`, (cu_q_lens, cu_kv_lens), numeric arguments, fields of `Config`) that the kernels share."""
     arrays = {name: near(getattr(call, name), 1 if name in ("k", "v") else call.group, launch) for name in names}
     parts_of_keys, parts_of_values = widths(call)
     mask, numbers = packed_mask_arguments(call)
@@ -331,8 +332,8 @@ def row_offsets(array, first, TOKEN_STRIDE: tl.constexpr, GROUP: tl.constexpr, B
     """(pointer, offsets) of the rows [first, first + BLOCK), where `first` is a multiple of BLOCK.
 
     The 64-bit pointer is the address of a token whose index is a multiple of STEP. The offsets have 32 bits, which
-    `near` makes possible, unless tokens are very wide. With STEP = 1, all blocks have equal offsets if GROUP divides
-    BLOCK. With a larger STEP, each iteration of a loop computes the offsets; see `aligned_down`.
+    `near` makes possible, unless TOKEN_STRIDE is very large. With STEP = 1, all blocks have equal offsets if GROUP
+    divides BLOCK. With a larger STEP, each iteration of a loop computes the offsets; see `aligned_down`.
     """
     inner = tl.arange(0, BLOCK)
     if BLOCK % GROUP != 0:
@@ -360,7 +361,7 @@ def load_rows(array, first, readable, MASKED: tl.constexpr, BLOCK: tl.constexpr,
 
 @triton.jit
 def gather_rows(array, token, head, readable, LAYOUT: tl.constexpr):
-    """The rows of tokens and heads, as `load_rows` returns them; unreadable ones are 0."""
+    """The rows of tokens and heads, as tuples of parts like those of `load_rows`; unreadable rows are 0."""
     offsets = token.to(tl.int64) * LAYOUT.TOKEN_STRIDE + head * array.head_stride
     parts = (load_columns(array.ptr, offsets, readable, True, LAYOUT.D, 0, LAYOUT.MAIN),)
     if LAYOUT.REST:
@@ -410,7 +411,7 @@ def product(a, b):
 
 @triton.jit
 def accumulate(weights, rows, acc):
-    """acc + weights @ rows, for each part."""
+    """acc + weights @ rows, for each part of the rows."""
     sums = ()
     for i in tl.static_range(len(acc)):
         sums += (matmul(weights, rows[i], acc[i]),)

@@ -1,8 +1,9 @@
-"""Functions that the kernels of the gradient of attention over packed sequences share: rows' terms, and logits.
+"""Functions for the gradient of attention over packed sequences, shared by its kernels: rows' terms, and logits.
 
-A row needs only two numbers: `norm` in base 2, so that weight = 2^(logit - norm), and `offset`, so that d_logit =
-weight * (d_out . v + offset). The sink is included in `norm`. But if lse has a gradient, too, the sink is a separate
-factor instead, `share`: the fraction of the softmax's denominator that is not the sink.
+A row needs only two numbers, its *terms*: `norm` in base 2, with weight = 2^(logit - norm), and `offset`, with d_logit
+= weight * (d_out . v + offset). `norm` includes the sink. But if there is a sink and lse has a gradient, `norm`
+excludes the sink, and a third term, `share`, is the fraction of the softmax's denominator that is not the sink. Then
+d_logit = weight * (share * d_out . v + offset).
 """
 
 from typing import NamedTuple
@@ -35,7 +36,7 @@ def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
 
 @triton.jit
 def weigh(products, norm, seen, scales, MASKED: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):
-    """(2^(logit - norm), the soft cap's slope) for `products` = q . k of rows and keys."""
+    """(2^(logit - norm), derivative of the soft cap) for the `products` q . k of rows and keys."""
     inner, cap, outer = scales
     slope = 1.0
     if HAS_SOFT_CAP:
@@ -87,7 +88,7 @@ class KeyBlock(NamedTuple):
 
     k: tl.tuple
     v: tl.tuple
-    key: tl.tensor  # the positions of the keys, from where those of the rows are counted
+    key: tl.tensor  # the positions of the keys, counted from the same origin as those of the rows
     scales: tl.tuple
 
 
@@ -115,18 +116,18 @@ class LoadedRows(NamedTuple):
 
 
 class Seeing(NamedTuple):
-    """The rows that see the keys of a block.
+    """The rows that see the keys of a block, and these keys.
 
     Keys and rows are counted from the sequence's first query, because positions would take more registers.
     """
 
-    first: tl.tensor  # the rows [first, last) see at least one of the keys
+    first: tl.tensor  # no row outside [first, last) sees one of the keys
     last: tl.tensor
     key: tl.tensor
-    q_len: tl.tensor  # the number of queries; also the end of the keys, counted from the first query
+    q_len: tl.tensor  # the number of queries, and so the end of the keys counted from the first query
     num_old: tl.tensor  # the number of keys before the sequence's first query
     ranges_ptr: tl.tensor  # the address of the queries' ranges of keys, if there are any
-    low: tl.tensor  # the block has the keys [low, high), counted from the sequence's first key; only with ranges
+    low: tl.tensor  # with ranges: the keys [low, high) of the block, counted from the sequence's first key
     high: tl.tensor
 
 
@@ -144,7 +145,7 @@ def row_tables(tables_ptr, row, BIAS: tl.constexpr, GROUP: tl.constexpr):
 
 @triton.jit
 def row_ranges(seeing, row, GROUP: tl.constexpr, KIND: tl.constexpr):
-    """The addresses of the rows' ranges of keys; rows after the last query use that query's."""
+    """The addresses of the rows' ranges of keys; rows after the last query use that query's ranges."""
     ranges = row
     if KIND.RANGES:
         query = tl.minimum(row // GROUP, seeing.q_len - 1)
@@ -165,7 +166,7 @@ def seen_by_rows(ranges, row, seeing, mask, GROUP: tl.constexpr, KIND: tl.conste
 
 @triton.jit
 def add_rows(keys, sums, rows, products, seen, HIDDEN: tl.constexpr, NANS: tl.constexpr, CONFIG: tl.constexpr):
-    """Add the contributions of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the sums.
+    """Add the contributions of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the new sums.
 
     `products` is keys @ rows.T, and `seen` has its shape; without HIDDEN, every row sees every key. NANS says whether
     keys that no row sees may be NaN.

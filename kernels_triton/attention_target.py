@@ -66,11 +66,11 @@ def heuristic(call: AttentionTarget) -> Tile:
     if on_cuda_cores(call):
         return Tile(block_h=32, block_n=32, block_d=16, num_stages=2)
     block_h = min(max(16, next_power_of_2(call.num_heads)), 64)
-    wide = block_h == 64 and call.device.arch in WGMMA and not OLDER_COMPILER  # elsewhere more keys would spill
+    wide = block_h == 64 and call.device.arch in WGMMA and not OLDER_COMPILER  # otherwise 128 keys would spill
     return Tile(block_h=block_h, block_n=128 if wide else 64)
 
 
-invariant_tile = heuristic  # a program's sums depend on its token alone
+invariant_tile = heuristic  # a token's results do not depend on other tokens
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -110,7 +110,7 @@ def sums_kernel(
             lse = tl.load(
                 lse_ptr + token.to(tl.int64) * SHAPE.HEADS + head, mask=head < SHAPE.HEADS, other=float("-inf")
             )
-            # inf makes the probabilities of a head without keys 0.
+            # With inf, the probabilities of a head without keys are 0.
             level = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
             sums += tl.sum(tl.math.exp2(products * (scale * LOG2E) - level[None, :]), 1)
     sums = tl.where(page >= 0, sums, 0.0)

@@ -1,4 +1,4 @@
-"""The scores of blocks of keys in Triton."""
+"""The scores of blocks of keys in Triton, with the score kernel of `_blocks`."""
 
 from typing import Any
 

@@ -34,7 +34,7 @@ FEATURES = frozenset({
     "key_scale", "starts", "stops", "relative", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "ratio",
     "indices",
 })  # fmt: skip
-PROGRAMS = 16  # programs of the walk kernel per multiprocessor; many, because lengths differ
+PROGRAMS = 16  # walk kernel programs per multiprocessor: many programs balance different lengths
 FILL_BLOCK = 4096  # logits that one program of `fill_kernel` sets to -inf
 MAX_HEADS = 64  # maximum heads per product
 
@@ -62,13 +62,14 @@ def why_not(call: IndexerCall) -> str | None:
 def heuristic(call: IndexerLogits) -> Tile:
     """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's.
 
-    A call with lists of keys runs a third kernel, with the walk kernel's sizes, as its tokens share no keys either.
+    A call with lists of keys runs the list kernel. It has the sizes of the walk kernel, because its tokens share no
+    keys either.
     """
     return tile_for(call, call.listed or decodes(call))
 
 
 def invariant_tile(call: IndexerLogits) -> Tile:
-    """A batch-invariant tile. It always selects the tile kernel, because the two kernels round differently."""
+    """A batch-invariant tile. Without lists, it selects the tile kernel, because the walk kernel rounds differently."""
     return tile_for(call, call.listed)
 
 
@@ -192,7 +193,7 @@ def work_of(call: Any, launch: Any) -> Work:
 
 
 def shape_of(call: Any, unit: int) -> Shape:
-    """The sizes of a call's arrays and the formats of its numbers, as the kernels take them."""
+    """The sizes of a call's arrays and the formats of its queries and keys, as a `Shape`."""
     block_h, block_d = blocks(call)
     codes = "e4m3_units" if has_units(call) else e4m3_format(call.device.arch)
     return Shape(

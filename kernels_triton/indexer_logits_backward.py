@@ -6,7 +6,7 @@ tokens, which are added in an order that depends on the ranges or lists alone:
 
 * If tokens have ranges, a program of the *key* kernel holds a block of keys and visits the tokens that see some of it.
 * If tokens have lists, the query kernel also writes a separate row for each entry, for a chunk of tokens at a time.
-  The kernels of the sparse prefill's gradient add the rows of the entries that name one key.
+  Kernels of `sparse_mla_prefill_backward` then add up the rows of the entries that name one key.
 """
 
 import dataclasses
@@ -65,9 +65,9 @@ class Tile:
     block_h: int = 16  # heads per product
     block_n: int = 32  # keys per product
     num_warps: int = 4
-    key_warps: int = 4  # sizes of the key kernel
+    key_warps: int = 4  # the warps of the key kernel
     num_stages: int = 1
-    chunk_tokens: int = 16  # with lists, tokens per chunk
+    chunk_tokens: int = 16  # tokens per chunk, if tokens have lists
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_h=(16, 64), block_n=(16, 128), num_warps=(1, 16), key_warps=(1, 16))
@@ -108,13 +108,13 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
 
 @triton.jit
 def d_products(products, weights, towards):
-    """The gradients of products, of which those above 0 count; `weights` and `towards` broadcast against them."""
+    """The gradients of products, which are 0 unless a product is positive. `towards` has the gradients of logits."""
     return tl.where(products > 0, weights * towards, 0.0)
 
 
 @triton.jit
 def store_rows(ptr, rows, stored, first_place, SHAPE: tl.constexpr):
-    """Write rows [n, BLOCK_D] of which `stored` [n] is True, from row `first_place` on, in the array's dtype."""
+    """Write the `rows` [n, BLOCK_D] with True in `stored` [n] to an array, from its row `first_place` on."""
     d = tl.arange(0, SHAPE.BLOCK_D)
     place = (first_place + tl.arange(0, rows.shape[0])) * SHAPE.D
     mask = stored[:, None] & (d < SHAPE.D)[None, :]
@@ -130,7 +130,7 @@ def query_kernel(
     weights_stride, slot_stride, scale_slot_stride,
     LISTED: tl.constexpr, RELATIVE: tl.constexpr, SHAPE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a block of one token's heads and, with lists, what they add to the keys of its list."""
+    """Compute the gradients of a block of one token's heads and, with lists, their contributions to the list's keys."""
     BLOCK_H: tl.constexpr = SHAPE.BLOCK_H
     BLOCKS: tl.constexpr = (SHAPE.HEADS + BLOCK_H - 1) // BLOCK_H
     job = tl.program_id(0) // BLOCKS
@@ -206,7 +206,7 @@ def key_kernel(
         meets = (lows < highs) & (lows < tile_start + BLOCK_N) & (highs > tile_start)
         if tl.max(meets.to(tl.int32), 0) > 0:
             for index in range(first_token, tl.minimum(first_token + TOKENS, num_tokens)):
-                token = tl.cast(index, tl.int32)  # the interpreter's index is a number
+                token = tl.cast(index, tl.int32)  # in the interpreter, `index` is a Python number
                 low, high = seen_range(token, True, tables)
                 # A token that sees no key of the block may hold NaN.
                 if (low < high) & (low < tile_start + BLOCK_N) & (high > tile_start):
@@ -232,7 +232,7 @@ def key_kernel(
 class Work:
     """A call's arguments in the kernels' terms."""
 
-    arrays: tuple[Any, ...]  # arguments of both kernels; q stands in for absent arrays
+    arrays: tuple[Any, ...]  # arguments of both kernels, with q as a stand-in for absent arrays
     numbers: dict[str, Any]
     shape: Shape
 
@@ -262,7 +262,7 @@ def work_of(call: IndexerLogitsBackward, tile: Tile, launch: Any) -> Work:
 
 
 def add_chunk(call: Any, tile: Tile, launch: Any, work: Work, first: int, tokens: int, results: Any) -> Any:
-    """Enqueue the gradients of a chunk's queries and weights; returns the rows of entries (or a stand-in) and these."""
+    """Enqueue the gradients of a chunk's queries and weights; returns the entries' rows (or a stand-in) and results."""
     blocks = cdiv(call.num_heads, tile.block_h)
     lists = launch.packed(call.indices) if call.listed else work.arrays[1]
     parts = (tokens * call.columns, blocks, call.head_dim) if call.listed else (1,)

@@ -1,7 +1,7 @@
 """The lightning indexer's top-k keys in Triton: kernels compute the logits, then select the largest.
 
-Only the logits of one chunk of tokens are in memory at a time. In each row, only the logits of seen keys are read and,
-unless tokens have candidate blocks, written.
+Only the logits of one chunk of tokens are in memory at a time. In each row, only the logits of seen keys are read.
+Unless tokens have candidate blocks, only these logits are written, too.
 """
 
 import dataclasses

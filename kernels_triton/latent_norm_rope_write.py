@@ -1,8 +1,8 @@
-"""The norm and the rotary embedding of this step's latent rows, their write, and the rotation of queries, in Triton.
+"""One Triton kernel that normalises, rotates and writes this step's latent rows, and rotates the queries.
 
-A program has a block of tokens. It rotates one query head, or writes a part of the rows as `write_mla_cache` divides
-them. Each of a row's parts needs the norm of the whole row and computes it again, from columns that the first part has
-brought into the cache.
+A program has a block of tokens. It rotates one query head, or writes one part of the latent rows. Rows are divided into
+parts as in `write_mla_cache`. Each part needs the norm of the whole row. Its program computes the norm again, from
+columns that the first part's program has brought into the GPU's cache.
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ class Config(Constants):
     Q_STRIDES: Strides
     KV_STRIDES: Strides
     NUM_Q_HEADS: int
-    WIDTH_PAD: int  # the columns of a row, rounded up to a power of two
-    ROTARY_PAD: int  # the rotary columns, rounded up likewise
+    WIDTH_PAD: int  # the number of columns of a row, rounded up to a power of two
+    ROTARY_PAD: int  # the number of rotary columns, rounded up to a power of two
     KV_SCALE_STRIDE: int  # see `load_scale`
     ROPE_SCALE_STRIDE: int
     ROPE_START: int  # the first column that `rope_scale` divides
@@ -84,7 +84,7 @@ def latent_norm_rope_kernel(
     positions_stride, num_positions, eps, page_stride, row_stride, head_stride, kv_scale_factor,
     rope_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a block of tokens of one query head, or write one part of their rows. Parts follow heads in the grid."""
+    """Rotate one query head of a block of tokens, or write one part of their rows. Parts follow heads in the grid."""
     FORMAT: tl.constexpr = CONFIG.FORMAT
     KV_ROTARY: tl.constexpr = CONFIG.KV_ROTARY
     token = tl.program_id(0).to(tl.int64) * CONFIG.BLOCK_T + tl.arange(0, CONFIG.BLOCK_T)
@@ -94,7 +94,7 @@ def latent_norm_rope_kernel(
     angles = Angles(cos_ptr, sin_ptr, position)
     norm = Norm(kv_weight_ptr, eps)
     if program < CONFIG.NUM_Q_HEADS:
-        # Triton wants one type for a name in both branches, so they share no names.
+        # A name must have one type in both branches, so the branches share no names.
         q_columns = tl.arange(0, CONFIG.ROTARY_PAD)
         width: tl.constexpr = CONFIG.Q_ROTARY.WIDTH
         q_rows = q_ptr + token * CONFIG.Q_STRIDES.TOKEN + program.to(tl.int64) * CONFIG.Q_STRIDES.HEAD
