@@ -156,7 +156,7 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     v_scale and the lengths of the sequences or of both lists. Stand-ins replace absent arrays. `constants` has the
     fields of `Combination` that do not follow from the call, and `most_rows`, the programs per item and KV head.
     """
-    wants_max, most_rows = len(results) == 3, constants.pop("most_rows")
+    has_max, most_rows = len(results) == 3, constants.pop("most_rows")
     width = next_power_of_2(call.out_shape[-1])
     at_once = 2 * TOGETHER.value if constants.get("IN_ORDER") else constants["MERGED"]  # partial rows in registers
     combination = Combination(
@@ -170,10 +170,10 @@ def combine(launch: Any, call: Any, stored: Any, results: Any, operands: Any, nu
     return launch(
         combine_kernel,
         (numbers["max_num_seqs"] * constants["ITEMS"], call.num_q_heads // constants["GROUP"], most_rows),
-        (*stored, *operands, *results, *([] if wants_max else results[1:])),
+        (*stored, *operands, *results, *([] if has_max else results[1:])),
         [],
-        inplace=(10, 11, 12) if wants_max else (10, 11),
-        **({} if wants_max else {"max_ptr": None}),
+        inplace=(10, 11, 12) if has_max else (10, 11),
+        **({} if has_max else {"max_ptr": None}),
         **dependent(overlaps(call)),
         num_warps=min(max(at_once * width // VALUES_PER_WARP, 1), 4),
         num_stages=1,

@@ -215,7 +215,8 @@ def too_many(call: Any) -> str | None:
     blocks = (call.num_kv_tokens // call.block_size + call.num_seqs + 1) * call.selected.shape[1]
     if max(entries, blocks) < LARGEST_INT.value:
         return None
-    return f"expected fewer than 2**31 - 1 entries in lists, and blocks of all KV heads, got {entries} and {blocks}"
+    limits = "fewer than 2**31 - 1 entries in lists, and blocks of all KV heads"
+    return f"expected {limits}, got {entries} entries and {blocks} blocks"
 
 
 def transposed(call: Any, launch: Any, edges: tuple[Any, Any], kind: MaskKind, window: int) -> tuple[Any, Any]:

@@ -108,7 +108,7 @@ def sizes(call: Any) -> tuple[int, int, int, int]:
 
 @triton.jit
 def d_products(products, weights, towards):
-    """The gradients of products, which are 0 unless a product is positive. `towards` has the gradients of logits."""
+    """The gradients of products; 0 unless a product is positive. `towards` has d_logits times the keys' scales."""
     return tl.where(products > 0, weights * towards, 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Dividing a decode step's work into parts of about equal cost, in Triton.
+"""The division of a decode step's work into parts of about equal cost, in Triton.
 
 A single program fills the parts with sequences, one after another. It cannot work in parallel: a sequence that is cut
 costs its overhead in both parts, so each step depends on the previous one. The program takes one step per sequence and
@@ -34,7 +34,7 @@ def why_not(call: MakeDecodeSchedule) -> str | None:
 
 @triton.jit
 def length_of(seq, num_seqs, lens_ptr, extra_lens_ptr, SPARSE: tl.constexpr, HAS_EXTRA: tl.constexpr):
-    """The number of keys of each sequence in `seq`. Extra keys begin a new block."""
+    """The number of keys of each sequence in `seq`, with padding so that extra keys begin a new block."""
     length = tl.maximum(tl.load(lens_ptr + seq, mask=seq < num_seqs, other=0), 0).to(tl.int64)
     if SPARSE:
         length = tl.maximum(length, 1)
@@ -57,7 +57,8 @@ def schedule_kernel(
 ):  # fmt: skip
     """Lay the blocks of all sequences end to end, and cut them into parts of about equal cost.
 
-    A row of `parts` has (first sequence, its first block, last sequence, its end block, the first sequence's split).
+    A row of `parts` has (first sequence, its first block, last sequence, one past its last block, index of the first
+    sequence's split).
     """
     work = tl.zeros([SEQUENCES], tl.int64)
     for start in range(0, num_seqs, SEQUENCES):

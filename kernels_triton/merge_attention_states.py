@@ -1,4 +1,4 @@
-"""Merging partial attention results in Triton, with one program per row."""
+"""The merge of partial attention results in Triton, with one program per row."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The norms and the rotary embedding of this step's queries and keys, and the write of K and V, in Triton.
+"""One Triton kernel that normalises and rotates this step's queries and keys, and writes K and V.
 
 A program has a block of tokens of one query head, or of one KV head, whose K and V it writes.
 """
@@ -48,7 +48,7 @@ def why_not(call: NormRopeWrite) -> str | None:
 
 
 def heuristic(call: NormRopeWrite) -> Tile:
-    """About a thousand elements per program, for each has a partner."""
+    """About a thousand elements per program, because each element is loaded together with its rotary partner."""
     width = next_power_of_2(max(call.head_dim, call.v_head_dim))
     return Tile(block_t=max(1, min(1024 // width, next_power_of_2(call.num_tokens), 64)))
 
@@ -88,7 +88,7 @@ def norm_rope_kernel(
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
     k_scale_factor, v_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute a block of tokens of one query head, or write one KV head; those follow the query heads in the grid.
+    """Compute one query head of a block of tokens, or write one KV head. KV heads follow query heads in the grid.
 
     If K and V are interleaved in one array, `v_pages_ptr` is None.
     """

@@ -1,4 +1,4 @@
-"""Quantising the indexer's keys in Triton, with the functions of `write_indexer_cache`."""
+"""The quantisation of the indexer's keys in Triton, with the functions of `write_indexer_cache`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Quantising a latent cache in Triton. The kernel writes row i of `kv` to slot i of a new cache of bytes."""
+"""The quantisation of a latent cache in Triton. The kernel writes row i of `kv` to slot i of a new cache of bytes."""
 
 from typing import Any
 

@@ -143,7 +143,7 @@ def invariant_tile(call: RaggedMlaAttention) -> Tile:
 
 def tile_for(call: RaggedMlaAttention, rows: int, short_rows: int) -> Tile:
     """The tile, without splits, for `rows` rows in the batch and `short_rows` rows per short sequence."""
-    shared = call.num_ranges == 1 and call.num_q_heads % plan.MOST_ROWS == 0  # by all rows of a block, without a mask
+    shared = call.num_ranges == 1 and call.num_q_heads % plan.MOST_ROWS == 0  # all rows of a block share the range
     access = plan.KeyAccess(
         dense=True,
         ragged=True,
@@ -175,7 +175,7 @@ def selected(condition, first, second, UNIFORM: tl.constexpr):
     """The tuple `first` if `condition`, else `second`.
 
     Both tuples are computed, because after a branch the compiler would not know that all threads have equal numbers. If
-    UNIFORM, a maximum over a warp proves it to the compiler, so that the numbers go to uniform registers. Without this,
+    UNIFORM, a maximum over a warp proves this to the compiler, so that the numbers go to uniform registers. Otherwise
     tiles of 64 rows and 64 keys spill 80 to 180 bytes per thread (Triton 3.9 on sm_90). But if the first key of a block
     depends on such a maximum, Triton no longer loads keys 16 bytes at a time.
     """
@@ -231,7 +231,7 @@ class Config(Constants):
     BLOCK_H: int  # rows per program
     DV: int  # columns of a result row
     CAP_UNIT: float  # see `unit_under_cap`
-    QUERIES: int  # query tokens that a program's rows can belong to
+    QUERIES: int  # number of query tokens to which a program's rows can belong
     UNIFORM: bool  # whether to prove to the compiler that all threads have the same work; see `selected`
     HAS_SHORT: bool  # whether the launch has programs for short sequences
     HAS_LONG: bool  # whether the launch has programs for long sequences and rows that belong to no sequence
@@ -414,7 +414,7 @@ def launch_arguments(
                 CAUSAL=mask.CAUSAL and mixed,
                 HAS_WINDOW=mask.HAS_WINDOW and mixed,
                 HAS_SOFT_CAP=call.soft_cap is not None,
-                RANGES=mask.RANGES if mixed or mask.RANGES > 1 else 0,  # one range without a mask is all blocks visited
+                RANGES=mask.RANGES if mixed or mask.RANGES > 1 else 0,  # one shared range is the whole key list
                 RANGES_DIFFER=mask.RANGES > 0 and mixed,
                 BLOCK_KV=sizes.keys,
                 KEEPS_LARGEST=keeps_largest(call),

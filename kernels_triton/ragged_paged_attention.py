@@ -116,10 +116,8 @@ class Tile:
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    segment_kv: int = (
-        0  # keys per segment; 0 without segments. Then both kernels have `block_q` rows and `block_kv` keys
-    )
-    joined_tokens: int = 1  # tokens per program that attends to selected blocks; then num_splits is per token
+    segment_kv: int = 0  # keys per segment, or 0. With segments, both kernels have `block_q` rows and `block_kv` keys
+    joined_tokens: int = 1  # tokens per job, for selected blocks; with these, num_splits is per token
 
     def __post_init__(self) -> None:
         blocks = ("block_q", "block_kv", "edge_kv", "split_block_q", "split_block_kv")
@@ -136,7 +134,7 @@ class Tile:
 
     @property
     def short_rows(self) -> int:
-        """The most rows of a sequence that goes to the split kernel, all of which one program has."""
+        """The maximum rows of a sequence that goes to the split kernel. One program has all of these rows."""
         return min(self.split_block_q, self.block_q) if self.segment_kv else self.split_block_q
 
 
@@ -160,9 +158,10 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
 
 
 def segments_to_split(call: Any, tile: Tile) -> int:
-    """The segments of a short sequence that have a program each; 1 if one program visits all.
+    """The number of segments of a short sequence if each segment has a program; 1 if one program visits all segments.
 
-    Results of segments that are merged later take memory, and many sequences fill the GPU anyway.
+    One program visits all segments if there are so many sequences that the segments' stored results would take much
+    memory. So many sequences fill the GPU anyway.
     """
     tokens = max(tile.short_rows // call.group, 1)
     keys = max_visible_keys(call, tokens)
@@ -248,7 +247,7 @@ def tile_kernel(
         begin = visible.first // EDGE_KV * EDGE_KV
         state = attend_all(queries, begin, visible.last, visible, mask, pages, CONFIG.ATTENTION)
         v_scale = load_scale(v_scale_ptr, kv_head, v_scale_factor, CONFIG.SCALING.V_SCALE_STRIDE)
-        if KIND.RANGES:  # registers are short
+        if KIND.RANGES:  # computed again, which saves registers in the loop
             rows = Rows(first_row + zero_after(state[1]) + tl.arange(0, BLOCK_Q), num_rows, start, kv_head)
         store_rows(Output(out_ptr, lse_ptr), state, rows, sinks_ptr, v_scale, CONFIG.SCALING.HAS_SINKS, SHAPE)
         if max_ptr is not None:
@@ -366,7 +365,7 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         HAS_ALIBI=has_alibi,
         BIAS=bias_form,
     )
-    array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call has one of them at most
+    array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call never has both
     others = {"k_scale": k_scale, "v_scale": v_scale, **scale_pages, "mask": array, "alibi_slopes": slopes}
     others |= {"relative_bias": bias, MAX_LOGITS: cleared(call, launch, q)}
     attention = {"SHAPE": shape_of(call, call.v_head_dim, launch), "MASK": mask, "KEEPS_LARGEST": keeps_largest(call)}

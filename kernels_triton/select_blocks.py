@@ -1,4 +1,4 @@
-"""Selects the blocks of keys with the largest scores in Triton: kernels compute the scores, then select the largest.
+"""The blocks of keys with the largest scores, in Triton: kernels compute the scores, then select the largest.
 
 Only the scores of one chunk of tokens are in memory at a time.
 """
@@ -19,7 +19,7 @@ ALIGNMENT = 64  # rows of scores have a multiple of this many elements
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(_blocks.Tile):
-    """The tunable sizes of the scores' kernel and of the selection."""
+    """The tunable sizes of the score kernel and of the selection."""
 
     chunk: int = 1024  # tokens whose scores are in memory at one time
     select_block: int = 2048

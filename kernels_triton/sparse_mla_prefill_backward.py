@@ -84,7 +84,7 @@ def heuristic(call: SparseMlaPrefillBackward) -> Tile:
 
 
 def sizes(call: Any) -> Sizes:
-    """The sizes, whose rows are heads: as many as registers can hold, since each block of heads reads the whole list.
+    """The sizes, with heads as rows: as many heads as fit, because each block of heads reads the whole list.
 
     More keys per step would leave no registers to prefetch the next block.
     """
@@ -139,7 +139,7 @@ def rows_kernel(
     list_ptr, lens_ptr, rows_ptr, first_token, list_token_stride, list_head_stride, num_slots,
     TOPK: tl.constexpr, KV_HEADS: tl.constexpr, HAS_LENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write each list entry's row in the gradient, or NO_ROW if it names no slot, for a chunk of tokens."""
+    """Write the index of each list entry's row in the gradient, or NO_ROW for an entry without a slot."""
     job = tl.program_id(0)
     token = first_token + job // KV_HEADS
     kv_head = job % KV_HEADS
@@ -225,7 +225,7 @@ def load_groups(rows, readable, COLUMNS: tl.constexpr):
 
 @triton.jit
 def row_products(rows, groups, readable, COLUMNS: tl.constexpr):
-    """The dot product of each row in memory and the same row of `groups`."""
+    """The dot product of each row at the addresses `rows` and the corresponding row of `groups`."""
     sums = tl.zeros(rows.shape, tl.float32)
     for group in tl.static_range(len(groups)):
         columns = load_group(rows, readable, group, COLUMNS).to(tl.float32)
@@ -258,7 +258,7 @@ def add_rows(pairs, groups, acc, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def of_heads(vector, KEYS_FIRST: tl.constexpr):
-    """A vector over heads, reshaped to broadcast over pairs."""
+    """A vector over heads, reshaped to broadcast over a tile of (head, key) pairs."""
     return vector[None, :] if KEYS_FIRST else vector[:, None]
 
 
@@ -448,7 +448,8 @@ def gather(
 ) -> Any:  # fmt: skip
     """Enqueue the addition of the entries' rows to `sums`, in an order that depends on the lists alone.
 
-    `jobs` lists, of a chunk of tokens from `first` on, have rows in `parts` [entries, blocks of heads, columns].
+    `parts` [entries, blocks of heads, columns] has the rows of `jobs` lists. These lists belong to the chunk of tokens
+    that begins at `first`.
     """
     count, topk = parts.shape[0], of_lists["TOPK"]
     block = min(max(16, next_power_of_2(topk)), FLAT)

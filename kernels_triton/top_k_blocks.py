@@ -1,4 +1,4 @@
-"""Selects the blocks with the largest scores of each token and head in Triton, by the kernels of `top_k_indices`."""
+"""The blocks with the largest scores of each token and head in Triton, selected by the kernels of `top_k_indices`."""
 
 from typing import Any
 

@@ -4,8 +4,8 @@ Logits are mapped to integers, here called numbers, with the same order. The fir
 number, the largest number, and the count of selectable numbers. The k-th largest number is the *threshold*. Each
 further pass divides the range that contains the threshold into bins and counts the numbers per bin, until the
 threshold's bin has at most k numbers. The program copies these to the row of results, where it finds the threshold bit
-by bit. The last pass writes, in order, the columns of all numbers above the threshold, and the last columns of those
-equal to it.
+by bit. The last pass writes, in ascending order, the columns of all numbers above the threshold and, to complete k
+columns, the last columns of numbers equal to it.
 
 One program selects from one row. If there are too few rows to fill the GPU, rows are split: a first launch selects the
 largest logits of each split, and a second launch selects among these.
@@ -144,7 +144,7 @@ def range_of(row, BLOCK: tl.constexpr):
 
 @triton.jit
 def narrowed(row, low, span, wanted, BLOCK: tl.constexpr):
-    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`; the largest has rank 1.
+    """Narrow the range [low, low + span] to the bin of its number with rank `wanted`; its largest number has rank 1.
 
     Returns (low, span, wanted, inside): the bin's range, the number's rank in the bin, and the bin's count of numbers.
     """
@@ -185,9 +185,9 @@ def collect(row, low, span, collected_ptr, BLOCK: tl.constexpr):
 
 @triton.jit
 def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
-    """(number, skipped) for `count` numbers: the one with rank `wanted`, where the largest has rank 1, and `skipped`.
+    """(number, skipped) for `count` collected numbers: `number` has the rank `wanted`, where the largest has rank 1.
 
-    `skipped` is how many of the numbers equal to it are not among the `wanted` largest.
+    `skipped` is how many of the numbers equal to `number` are not among the `wanted` largest.
     """
     index = tl.arange(0, TOP_K_PAD)
     exists = index < count
@@ -206,7 +206,7 @@ def ranked(collected_ptr, count, span, wanted, TOP_K_PAD: tl.constexpr):
 
 @triton.jit
 def threshold_of(row, collected_ptr, SELECTION: tl.constexpr):
-    """(threshold, skipped): a row selects numbers above the threshold, and equal ones after the first `skipped`."""
+    """(threshold, skipped): a row selects numbers above the threshold, and equal numbers except the first `skipped`."""
     TOP_K: tl.constexpr = SELECTION.TOP_K
     BLOCK: tl.constexpr = SELECTION.BLOCK
     count, low, largest = range_of(row, BLOCK)

@@ -82,9 +82,7 @@ class Tile:
     num_warps: int = 4
     num_stages: int = 2
     joined_tokens: int = 1  # tokens per program that attends to selected blocks
-    segment_kv: int = (
-        0  # keys per segment; 0 without. Segments are those of `ragged_paged_attention`, whose kernels run
-    )
+    segment_kv: int = 0  # keys per segment, or 0. With segments, the kernels of `ragged_paged_attention` run
 
     def __post_init__(self) -> None:
         expect_power_of_two(self, block_q=(16, 256), block_kv=(16, 256), num_warps=(1, 16))
@@ -106,7 +104,7 @@ def heuristic(call: VarlenAttention) -> Tile:
 
 
 def invariant_tile(call: VarlenAttention) -> Tile:
-    """A batch-invariant tile, with which a query has the same bits as in `ragged_paged_attention`."""
+    """A batch-invariant tile, with which a query's results have the same bits as in `ragged_paged_attention`."""
     tile = ragged_paged_attention.invariant_tile(call.as_ragged())
     return Tile(**{field.name: getattr(tile, field.name) for field in dataclasses.fields(Tile)})
 
@@ -117,22 +115,22 @@ def sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     biased = call.relative_bias is not None
-    stages = 1 if biased and OLDER_COMPILER and not arch.startswith("sm_") else 2  # with two it fails on gfx942
+    stages = 1 if biased and OLDER_COMPILER and not arch.startswith("sm_") else 2  # two fail on gfx942
     if on_cuda_cores(call):
         return Sizes(16, 16, 8 if columns > 512 else 4, stages)
-    if biased:  # the addresses of its entries take registers
+    if biased:  # the addresses of bias entries take registers
         return Sizes(64 if columns <= 256 else 32, 32, 8 if columns > 512 and arch.startswith("sm_") else 4, stages)
     if not arch.startswith("sm_"):
         return Sizes(128, 32, 4, 2) if columns <= 320 else Sizes(64, 32, 4, 1)
     whole = not any(rest for _, rest in _varlen.widths(call))
-    # Otherwise 128 keys take too many registers.
+    # Soft caps, lists of blocks and, with Triton 3.6, ranges of keys leave too few registers for 128 keys.
     simple = call.soft_cap is None and call.selected is None and not (OLDER_COMPILER and call.key_ranges is not None)
-    keeps = keeps_largest(call)  # which takes registers too
+    keeps = keeps_largest(call)  # a second maximum takes registers, too
     simple = simple and not keeps
     if arch == "sm_90" and columns <= 256 and whole and simple:
         return Sizes(128, 128, 8, 3)
     limited = (keeps or (OLDER_COMPILER and call.key_ranges is not None)) and arch not in WGMMA
-    most_columns = 320 if arch in WGMMA else 256  # the most for which 128 rows and 64 keys fit
+    most_columns = 320 if arch in WGMMA else 256  # maximum columns with which 128 rows and 64 keys fit
     if columns <= most_columns:
         return Sizes(128, 32 if limited else 64, 8, 3)
     if columns > 512:
@@ -156,10 +154,10 @@ def attend(queries, state, arrays, blocks, visible, mask, CONFIG: tl.constexpr, 
            EXACT: tl.constexpr = False):  # fmt: skip
     """Online softmax of query rows over blocks of keys; returns the new `state`, (m_i, l_i, acc).
 
-    If KEEPS_LARGEST, `state` has the largest logits before the soft cap and biases too.
+    If KEEPS_LARGEST, `state` also has the largest logits before the soft cap and biases.
 
-    Without MASKED, every row must see every key of the blocks. With MASKED, only keys in [first, last) are read. A key
-    that no row sees has no effect, even if it is NaN; EXACT is as in `_pages.attend`.
+    Without MASKED, every row must see every key of the blocks. With MASKED, only keys in [visible.first, visible.last)
+    are read. A key that no row sees has no effect, even if it is NaN. EXACT is explained in `_pages.attend`.
     """
     BLOCK_KV: tl.constexpr = CONFIG.EXACT_KV if EXACT else CONFIG.BLOCK_KV
     m_i, l_i, acc = state[0], state[1], state[2]
@@ -296,10 +294,10 @@ def forward_kernel(
 
 
 def run_as_ragged(call: VarlenAttention, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels of `ragged_paged_attention` over packed keys; returns out and lse."""
+    """Enqueue the kernels of `ragged_paged_attention` over packed keys; returns out, lse and requested max_logits."""
     ragged = call.as_ragged()
-    chosen = ragged_paged_attention.invariant_tile(ragged)
-    return ragged_paged_attention.run(ragged, dataclasses.replace(chosen, **dataclasses.asdict(tile)), launch)
+    ragged_tile = ragged_paged_attention.invariant_tile(ragged)
+    return ragged_paged_attention.run(ragged, dataclasses.replace(ragged_tile, **dataclasses.asdict(tile)), launch)
 
 
 def run(call: VarlenAttention, tile: Tile, launch: Any) -> Any:

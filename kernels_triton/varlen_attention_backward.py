@@ -2,9 +2,10 @@
 
 One kernel computes a few numbers per row. Another one computes dq: a program holds a block of rows and visits the keys
 that they see. A third one computes dk and dv: a program holds a block of keys and visits the rows that see them. A
-single kernel for all gradients, which adds to dq in memory, would need two products fewer, but its results would
-vary from run to run. These kernels are deterministic. If the gradient of a relative bias is requested, `_bias_gradient`
-computes it in one more kernel, which repeats two of the five products, so that other calls do not become slower.
+single kernel for all gradients, which adds to dq in memory, would need two products fewer, but its results would vary
+from run to run. These kernels are deterministic. If the gradient of a relative bias is requested, `_bias_gradient`
+computes it in one more kernel, which repeats two of the five products. Other calls would become slower if an existing
+kernel computed it.
 """
 
 import dataclasses
@@ -132,7 +133,7 @@ def why_not(call: VarlenAttentionBackward) -> str | None:
 
 
 def too_wide(call: VarlenAttentionBackward) -> str | None:
-    """Why float32 rows do not fit shared memory beside keys even in the smallest blocks, None if they do."""
+    """The reason why even the smallest blocks of float32 rows and keys do not fit shared memory; None if they fit."""
     if not on_cuda_cores(call) or call.device.platform != "cuda":
         return None
     columns, limit = _varlen.columns(call), f"{shared_memory(call)} bytes of shared memory"
@@ -161,7 +162,7 @@ def heuristic(call: VarlenAttentionBackward) -> Tile:
 
 
 def stages_on_amd(arch: str, columns: int, most: int = 320) -> int:
-    """Two stages if copies go directly to shared memory. Otherwise a second stage would take registers."""
+    """The number of stages: two if copies go directly to shared memory, else one, as a second would take registers."""
     return 2 if arch == "gfx950" and columns <= most else 1
 
 
@@ -171,7 +172,7 @@ def dkv_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        biased = call.relative_bias is not None  # the addresses of its entries take registers
+        biased = call.relative_bias is not None  # the addresses of bias entries take registers
         return Sizes(16, 16, 8 if biased and arch.startswith("sm_") else 4, 1)
     if call.relative_bias is not None:
         block = 32 if columns <= 512 else 16
@@ -198,7 +199,7 @@ def dkv_sizes_of_hopper(call: Any, columns: int) -> Sizes:
     A multiprocessor then runs two independent programs. Accumulators with 320 columns leave few registers for masks,
     soft caps and shares.
     """
-    if call.key_ranges is not None and OLDER_COMPILER:  # the addresses of its ranges take registers
+    if call.key_ranges is not None and OLDER_COMPILER:  # the addresses of ranges take registers
         return Sizes(32, 64, 8, 3) if columns <= 256 else Sizes(32, 32, 8, 3)
     if columns <= 256:
         return Sizes(64 if columns <= 128 else 32, 64, 4, 3)
@@ -216,11 +217,11 @@ def dq_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        spills = OLDER_COMPILER and arch in WGMMA  # if it has eight warps
+        spills = OLDER_COMPILER and arch in WGMMA  # with eight warps
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
-        many = columns > 256 or len(call.relative_bias.shape) == 3 or call.key_ranges is not None  # registers
-        return Sizes(32 if columns <= 512 else 16, 32, 8 if many and arch.startswith("sm_") else 4, 1)
+        takes_registers = columns > 256 or len(call.relative_bias.shape) == 3 or call.key_ranges is not None
+        return Sizes(32 if columns <= 512 else 16, 32, 8 if takes_registers and arch.startswith("sm_") else 4, 1)
     if not arch.startswith("sm_"):
         return Sizes(64 if columns <= 320 else 32, 32 if columns <= 512 else 16, 4, stages_on_amd(arch, columns))
     if arch == "sm_90" and columns <= 192:
@@ -243,8 +244,8 @@ def prepare_kernel(
 ):  # fmt: skip
     """Compute `norm`, `offset` and `share` for a block of tokens of one head, and copy its slope.
 
-    They go to `terms` [K, T_q, GROUP, TERMS]. The block's contribution to the head's d_sink goes to `parts` [blocks,
-    H]. A row whose lse is -inf has seen no key. Its norm is inf, and its offset and share are 0.
+    These four terms go to `terms` [K, T_q, GROUP, TERMS]. The block's contribution to the head's d_sink goes to `parts`
+    [blocks, H]. A row whose lse is -inf has seen no key. Its norm is inf, and its offset and share are 0.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -299,21 +300,22 @@ class RowBlock(NamedTuple):
     share: tl.tensor
     alibi: tl.tensor  # the rows' slopes
     scales: tl.tuple
-    table: tl.tuple  # their tables of the relative bias
+    table: tl.tuple  # the rows' tables of the relative bias
 
 
 @triton.jit
 def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, MASKED: tl.constexpr):
     """Add the contributions of blocks of rows to the `sums` (dk / sm_scale, dv) of a block of keys; returns the sums.
 
-    Without MASKED, every row must see every key. With MASKED, only rows in [first, last) are read. Logits are
-    transposed, [keys, rows], so that weights are the left operand of the products over rows without a transposition.
+    Without MASKED, every row must see every key. With MASKED, only rows in [seeing.first, seeing.last) are read. Logits
+    are transposed, [keys, rows], so that weights are the left operand of the products over rows without a
+    transposition.
     """
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
     # If four warps have no registers to spare, each iteration computes its addresses; see `aligned_down`. With 128 keys
-    # and eight warps, it computes only the addresses of terms; otherwise Triton 3.6 would spill on sm_100.
+    # and eight warps, an iteration computes only the addresses of terms; otherwise Triton 3.6 would spill on sm_100.
     MANY_KEYS: tl.constexpr = keys.k[0].shape[0] > 64
     FULL: tl.constexpr = not MANY_KEYS and (CONFIG.K.D > 128 or CONFIG.HAS_SHARE)
     STEP: tl.constexpr = 2 * BLOCK_Q if FULL and keys.k[0].dtype != tl.float32 else 1
@@ -340,7 +342,7 @@ def visit_rows(keys, sums, arrays, blocks, seeing, mask, CONFIG: tl.constexpr, M
 
 @triton.jit
 def visit_all_rows(keys, arrays, edges, seeing, mask, CONFIG: tl.constexpr):
-    """(dk / sm_scale, dv) of a block of keys."""
+    """(dk / sm_scale, dv) of a block of keys, over all rows that see the keys."""
     sums = (zeros(keys.k[0].shape[0], CONFIG.K), zeros(keys.v[0].shape[0], CONFIG.V))
     sums = visit_rows(keys, sums, arrays, end_blocks(edges, CONFIG.BLOCK_Q), seeing, mask, CONFIG, True)
     return visit_rows(keys, sums, arrays, whole_blocks(edges, CONFIG.BLOCK_Q), seeing, mask, CONFIG, False)
@@ -376,7 +378,7 @@ def seeing_by_ranges(low, q_start, q_len, kv_len, mask, CONFIG: tl.constexpr):
 
 @triton.jit
 def seeing_in_order(low, q_len, kv_len, mask, CONFIG: tl.constexpr):
-    """`seeing_blocks` for masks whose ranges of keys never go back from one query to the next."""
+    """`seeing_blocks` without ranges: the first and last visible key never move back from one query to the next."""
     BLOCK_Q: tl.constexpr = CONFIG.BLOCK_Q
     GROUP: tl.constexpr = CONFIG.Q.GROUP
     KIND: tl.constexpr = CONFIG.MASK
@@ -413,7 +415,7 @@ def dkv_kernel(
     if (low >= 0) & (low < kv_len):
         key = low + tl.arange(0, BLOCK_KV)
         readable = first_of_block(kv_len - low, BLOCK_KV)
-        if CONFIG.MASK.HAS_WINDOW:  # keys that no row sees are not read, so masks on the logits are enough
+        if CONFIG.MASK.HAS_WINDOW:  # keys that no row sees may be NaN, so they are not read
             position = tl.maximum(kv_len - q_len, 0) - low  # the first query that can see keys, relative to `low`
             readable = readable & (tl.arange(0, BLOCK_KV) >= first_key(position, mask, CONFIG.MASK))
         arrays = RowArrays(
@@ -439,7 +441,8 @@ def dkv_kernel(
 def add_keys(rows, dq, keys, products, seen, visible, HIDDEN: tl.constexpr, CONFIG: tl.constexpr):
     """Add the contributions of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
 
-    `products` are those of the keys with q and of the values with d_out. Without HIDDEN, every row sees every key.
+    `products` has the products of the keys with q, and of the values with d_out. Without HIDDEN, every row sees every
+    key.
     """
     products, d_weights = products
     norm = rows.norm[:, None]
@@ -460,7 +463,7 @@ def visit_keys(rows, dq, arrays, blocks, visible, mask, CONFIG: tl.constexpr, MA
                EXACT: tl.constexpr = False):  # fmt: skip
     """Add the contributions of blocks of keys to `dq`, the dq / sm_scale of a block of rows; returns the sum.
 
-    MASKED and EXACT are as in `varlen_attention.attend`.
+    MASKED and EXACT are explained in `varlen_attention.attend`.
     """
     BLOCK_KV: tl.constexpr = CONFIG.BLOCK_KV
     for index in range(blocks.num_blocks):
@@ -524,7 +527,7 @@ def dq_kernel(
     if (first_row >= 0) & (first_row < job.end_row):
         row = first_row + tl.arange(0, BLOCK_Q)
         readable = first_of_block(job.end_row - first_row, BLOCK_Q)
-        if CONFIG.MASK.CAUSAL:  # rows that see no key are not read, so masks on the logits are enough
+        if CONFIG.MASK.CAUSAL:  # rows that see no key may be NaN, so they are not read
             readable = readable & (row >= (job.q_len - job.kv_len) * GROUP)
         q_rows = rows_of(q_ptr, start, kv_head, q_head_stride, CONFIG.Q)
         d_out_rows = rows_of(d_out_ptr, start, kv_head, d_out_head_stride, CONFIG.OUT)

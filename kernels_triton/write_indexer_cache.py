@@ -1,4 +1,4 @@
-"""Quantising the indexer's keys in Triton: into pages of bytes or, for `quantize_indexer_keys`, into arrays.
+"""The quantisation of the indexer's keys in Triton: into pages of bytes or, for `quantize_indexer_keys`, into arrays.
 
 Scales are stored byte by byte, because a page may begin at any byte. If the strides are multiples of the word size, the
 compiler merges the byte stores.

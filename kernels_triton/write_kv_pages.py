@@ -35,7 +35,7 @@ from ragged_attention.kernels_triton._tiles import (
     stride_arguments,
 )
 
-NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # if slots need no page table
+NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # with a slot mapping
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 FEATURES = frozenset({
     "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",
@@ -71,7 +71,7 @@ class Element(Constants):
     D: int  # the head size
     D_PAD: int  # D, rounded up to a power of two
     SCALE_STRIDE: int  # see `load_scale`
-    LARGEST: float  # the divisor of a row's largest magnitude, for a format with one scale about zero for each row
+    LARGEST: float  # a row's scale is its largest magnitude / LARGEST, in formats with row scales but no zero points
     STORED: Stored
 
 
@@ -263,7 +263,7 @@ def write_kernel(
 
 
 def place_arguments(call: Any, launch: Any) -> tuple[tuple[Any, ...], dict[str, int]]:
-    """(arrays, numbers) by which kernels find the slots of a call's tokens: a slot mapping, or sequences and tables."""
+    """(arrays, numbers) from which kernels find the slots of tokens: a slot mapping, or sequences and page tables."""
     if call.slot_mapping is not None:
         return (call.slot_mapping,) * 5, NO_TABLES
     page_indices, kv_lens, cu_q_lens = map(launch.packed, (call.page_indices, call.kv_lens, call.cu_q_lens))
@@ -278,7 +278,7 @@ def place_arguments(call: Any, launch: Any) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def elements_of(call: Any, strides: tuple[int, int], launch: Any) -> dict[str, Element]:
-    """How the rows of K and V of a call are stored; `strides` are those of the scales, see `load_scale`."""
+    """The `Element` of K and of V, by name; `strides` are those of the scales, see `load_scale`."""
     arch = call.device.arch
     return {
         side: Element(
@@ -302,14 +302,14 @@ def elements_of(call: Any, strides: tuple[int, int], launch: Any) -> dict[str, E
 
 
 def written_arrays(call: Any, stand_in: Any) -> tuple[list[Any], dict[str, None]]:
-    """The pages and scale pages that a kernel writes, and the names of those that it does not have.
+    """(pages and scale pages that a kernel writes, kernel arguments that are None for missing arrays).
 
-    A call with scale pages gets `stand_in` for each array that it lacks.
+    A call with scale pages has `stand_in` for a missing array, instead of None.
     """
     if call.scaled:
-        given = [*call.sides, *call.scale_pages]
-        given[1] = None if call.combined else given[1]
-        return [stand_in if array is None else array for array in given], {}
+        arrays = [*call.sides, *call.scale_pages]
+        arrays[1] = None if call.combined else arrays[1]
+        return [stand_in if array is None else array for array in arrays], {}
     absent: dict[str, None] = {"v_pages_ptr": None} if call.combined else {}
     return [*call.caches], {**absent, "k_scales_ptr": None, "v_scales_ptr": None}
 
@@ -321,7 +321,9 @@ def run(call: WriteKvPages, tile: Tile, launch: Any) -> Any:
     strides = stride_arguments(launch, ("page", "slot", "head"), k=k_pages, v=v_pages)
     # 8-bit elements that are copied unchanged reach the kernel as integers, which float32 represents exactly.
     scales = (None, None) if call.copies else (call.k_scale, call.v_scale)
-    (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (scale_arguments(one, k, launch) for one in scales)
+    (k_scale, k_factor, k_stride), (v_scale, v_factor, v_stride) = (
+        scale_arguments(scale, k, launch) for scale in scales
+    )
     places, numbers = place_arguments(call, launch)
     written, absent = written_arrays(call, k)
     inputs = (k, v, *places, k_scale, v_scale)

@@ -131,7 +131,7 @@ def scale_of_columns(scale, rope_scale, ROPE_START: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def write_plain(values, target, live, scale, SCALED: tl.constexpr, CODES: tl.constexpr, WIDTH: tl.constexpr):
-    """Store rows unchanged or, if SCALED, divided by a scale and encoded; they are padded to a power of two columns."""
+    """Store rows unchanged or, if SCALED, divided by a scale and encoded. `values` has padding after WIDTH columns."""
     columns = tl.arange(0, values.shape[1])
     mask = live[:, None] & (columns < WIDTH)[None, :]
     if SCALED:
@@ -141,7 +141,7 @@ def write_plain(values, target, live, scale, SCALED: tl.constexpr, CODES: tl.con
 
 @triton.jit
 def load_columns(source, live, COUNT: tl.constexpr, PADDED: tl.constexpr):
-    """COUNT columns of the rows at `source` [T], padded with zeros; dead rows are 0."""
+    """COUNT columns of the rows at `source` [T], padded with zeros; rows that are not `live` are 0."""
     columns = tl.arange(0, PADDED)
     return tl.load(source[:, None] + columns[None, :], mask=live[:, None] & (columns < COUNT)[None, :], other=0)
 

@@ -75,4 +75,4 @@ def test_rows_of_which_no_tile_fits_a_device_are_declined(name: str) -> None:
 
     assert reason(case, "sm_86") is None
     assert reason(wide, "sm_80") is None
-    assert (reason(wide, "sm_86") or "").endswith("got d_qk 1024 in float32, for 132096 bytes")
+    assert (reason(wide, "sm_86") or "").endswith("got d_qk 1024 in float32, which take 132096 bytes")

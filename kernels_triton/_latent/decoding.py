@@ -47,15 +47,15 @@ def decode_kernel(
 def decoded(keys: Keys, call: Any, launch: Any) -> Keys:
     """Enqueue the decoding of a cache; returns `keys` with the packed decoded rows in place of the cache."""
     num_slots, width = keys.cache.shape[0] * keys.page_size, decoded_width(keys.form)
-    where = keys.addresses(launch)
+    addresses = keys.addresses(launch)
     (rows,) = launch(
         decode_kernel,
-        (cdiv(where["num_slots"], BLOCK_T),),
+        (cdiv(addresses["num_slots"], BLOCK_T),),
         (keys.cache,),
         [((num_slots, 1, width), "bfloat16")],
         num_warps=4,
         num_stages=1,
-        **{name: where[name] for name in ("page_stride", "slot_stride", "num_slots")},
+        **{name: addresses[name] for name in ("page_stride", "slot_stride", "num_slots")},
         FORMAT=keys.row_format(call.device.arch, launch),
         DECODED=decoded_format(keys.form, page_unit=1),
         OPERANDS=operands(call, BLOCK_T),

@@ -259,7 +259,7 @@ def run(work: Work, tile: Tile, launch: Any, *, max_logits: bool) -> Any:
         entries = work.num_seqs + work.schedule[0].shape[0]
     split_kv = tile.num_splits > 1 or scheduled
     absent = work.q  # a stand-in for absent arrays
-    lens, extra_lens = (absent if one.lens is None else launch.contiguous(one.lens) for one in (keys, extra))
+    lens, extra_lens = (absent if side.lens is None else launch.contiguous(side.lens) for side in (keys, extra))
     num_splits = launch.packed(work.schedule[1]) if scheduled else absent
     sinks = absent if call.sinks is None else launch.packed(call.sinks)
     scales, cap_unit = capped_scale(call.scale, work.soft_cap)

@@ -74,8 +74,8 @@ def stored_columns(form: CacheFormat) -> tuple[int, int]:
 
     Rotary columns belong to the last group if they fill it exactly; otherwise they are the remaining columns.
     """
-    room = -form.values % SCALED_WIDTH
-    return (form.width, 0) if form.rotary == room else (form.values, form.rotary)
+    free_columns = -form.values % SCALED_WIDTH
+    return (form.width, 0) if form.rotary == free_columns else (form.values, form.rotary)
 
 
 def columns(call: Any) -> tuple[int, int]:

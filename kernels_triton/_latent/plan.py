@@ -254,9 +254,10 @@ def too_wide(call: Any, access: KeyAccess) -> str | None:
     least = shared_bytes(call, access, SMALLEST, SMALLEST, 1)
     if least <= budget:
         return None
-    limit = f"{budget} bytes of shared memory beside {SMALLEST} keys"
+    limit = f"{budget} bytes of shared memory together with {SMALLEST} keys"
     return (
-        f"takes rows of which {SMALLEST} fit {limit}, got d_qk {call.d_qk} in {dtype_name(call.q)}, for {least} bytes"
+        f"expected rows of which {SMALLEST} fit {limit}, got d_qk {call.d_qk} in {dtype_name(call.q)}, "
+        f"which take {least} bytes"
     )
 
 
