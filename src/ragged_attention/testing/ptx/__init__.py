@@ -1,4 +1,4 @@
-"""An emulator of GPU kernels: runs the PTX that Triton or another compiler makes on a CPU, in NumPy, and checks it.
+"""An emulator of GPU kernels. It runs the PTX of Triton or another compiler in NumPy, without a GPU, and checks it.
 
     from ragged_attention.testing import ptx
     ptx.run(kernel, (8,), x, out, 1000, BLOCK=128, num_warps=4, arch="sm_90")

@@ -53,7 +53,7 @@ def packed(s: Statement, function: str) -> list[str]:
 
 
 def add(s: Statement) -> list[str]:
-    """add, sub; mul of floats."""
+    """Translate `add`, `sub`, and `mul` of floats."""
     if s.head == "add" and s.modifiers[-1] in PACKED:
         return packed(s, "np.add")
     t = s.type()
@@ -78,7 +78,7 @@ def add(s: Statement) -> list[str]:
 
 
 def carrying(s: Statement, t: Type) -> list[str]:
-    """add.cc, sub.cc, addc, subc, mad.cc and madc: sums that read a carry, write one, or both."""
+    """Translate sums that read a carry or write a carry: add.cc, sub.cc, addc, subc, mad.cc and madc."""
     takes, leaves = s.head.endswith("c"), s.flag("cc")
     head = s.head.removesuffix("c")
     if t.letter not in "us" or t.size < 4:
@@ -99,7 +99,7 @@ def carrying(s: Statement, t: Type) -> list[str]:
 
 
 def added_with_carry(s: Statement) -> list[str]:
-    """addc, subc, madc."""
+    """Translate `addc`, `subc` and `madc`."""
     return carrying(s, s.type())
 
 
@@ -118,7 +118,7 @@ def mad(s: Statement) -> list[str]:
 
 
 def product(s: Statement, addend: int | None) -> list[str]:
-    """mul and mad of integers: the lower or upper half of the product, or all of it."""
+    """Translate `mul` and `mad` of integers: the lower or upper half of the product, or all of it."""
     t, part = s.type(), s.need("lo", "hi", "wide")
     if t.letter not in "us":
         raise s.refused("an integer product on this type")
@@ -150,7 +150,7 @@ def fma(s: Statement) -> list[str]:
 
 
 def smaller(s: Statement) -> list[str]:
-    """min, max."""
+    """Translate `min` and `max`."""
     longer = {"min": "minimum", "max": "maximum"}[s.head]
     if s.modifiers[-1] in PACKED:
         return packed(s, f"np.{longer}")
@@ -168,7 +168,7 @@ def smaller(s: Statement) -> list[str]:
 
 
 def sign(s: Statement) -> list[str]:
-    """neg, abs."""
+    """Translate `neg` and `abs`."""
     t = s.type()
     s.expect(2)
     if t.letter == "h":
@@ -181,7 +181,7 @@ def sign(s: Statement) -> list[str]:
 
 
 def divide(s: Statement) -> list[str]:
-    """div, rem."""
+    """Translate `div` and `rem`."""
     t = s.type()
     s.expect(3)
     if t.letter in "us":
@@ -193,7 +193,7 @@ def divide(s: Statement) -> list[str]:
 
 
 def function(s: Statement) -> list[str]:
-    """ex2, lg2, sin, cos, tanh, rsqrt, rcp, sqrt."""
+    """Translate `ex2`, `lg2`, `sin`, `cos`, `tanh`, `rsqrt`, `rcp` and `sqrt`."""
     t = s.type()
     s.expect(2)
     approximate = s.need("approx", *(("rn",) if s.head in ("rcp", "sqrt") else ())) == "approx"
@@ -207,7 +207,7 @@ def function(s: Statement) -> list[str]:
 
 
 def bitwise(s: Statement) -> list[str]:
-    """and, or, xor, not."""
+    """Translate `and`, `or`, `xor` and `not`."""
     t = s.type()
     count = 1 if s.head == "not" else 2
     s.expect(count + 1)
@@ -218,7 +218,7 @@ def bitwise(s: Statement) -> list[str]:
 
 
 def shift(s: Statement) -> list[str]:
-    """shl, shr."""
+    """Translate `shl` and `shr`."""
     t = s.type()
     s.expect(3)
     if t.letter not in "us":
@@ -228,7 +228,7 @@ def shift(s: Statement) -> list[str]:
 
 
 def funnel_shift(s: Statement) -> list[str]:
-    """shf."""
+    """Translate `shf`."""
     left, wrap = s.need("l", "r") == "l", s.need("wrap", "clamp") == "wrap"
     s.expect(4)
     if s.type() != Type("u", 4):
@@ -265,7 +265,7 @@ def prmt(s: Statement) -> list[str]:
 
 
 def count(s: Statement) -> list[str]:
-    """popc, clz, brev."""
+    """Translate `popc`, `clz` and `brev`."""
     t = s.type()
     s.expect(2)
     name = {"popc": "count_ones", "clz": "leading_zeros", "brev": "reverse_bits"}[s.head]
@@ -279,7 +279,9 @@ def copysign(s: Statement) -> list[str]:
 
 
 def compare(s: Statement) -> list[str]:
-    """setp: a comparison, combined with a predicate on request. A second target gets its negation, combined alike.
+    """Translate `setp`: a comparison, which may be combined with a predicate.
+
+    A second target gets the negated comparison, combined with the same predicate.
 
     For pairs of 16-bit floats, the two targets get the comparisons of the low and of the high numbers.
     """
@@ -311,7 +313,7 @@ def _compare_pairs(s: Statement, t: Type, comparison: str, joint: str | None) ->
 
 
 def set_halves(s: Statement) -> list[str]:
-    """set: 1.0 where a comparison of 16-bit floats holds, else 0.0."""
+    """Translate `set`: 1.0 where a comparison of 16-bit floats holds, else 0.0."""
     t, comparison = s.type(), s.modifiers.pop(0)
     s.expect(3)
     if t.letter != "h" or s.type() != t:
@@ -347,7 +349,7 @@ def _of_floats(s: Statement, name: str, a: str, b: str) -> str:
 
 
 def select(s: Statement) -> list[str]:
-    """selp."""
+    """Translate `selp`."""
     t = s.type()
     s.expect(4)
     letter = "u" if t.letter == "h" else t.letter
@@ -356,7 +358,7 @@ def select(s: Statement) -> list[str]:
 
 
 def move(s: Statement) -> list[str]:
-    """mov: a plain copy, or halves and quarters packed into a wider register or unpacked from it."""
+    """Translate `mov`: a plain copy, or packing halves or quarters into a wider register, or unpacking them."""
     t = s.type()
     s.expect(2)
     if t.letter == "p":

@@ -25,7 +25,7 @@ PUBLISH = re.compile(
 
 
 def _address(s: Statement, index: int) -> str:
-    """An address operand, as the text of (register or None, offset in bytes)."""
+    """An address operand, as the text of a Python pair: register or None, and offset in bytes."""
     register, offset = s.names.address(s.operands[index])
     return f"({register}, {offset})"
 
@@ -38,7 +38,7 @@ def _semantics(s: Statement, acquires: bool) -> bool:
 
 
 def mbarrier(s: Statement) -> list[str]:
-    """mbarrier.init, inval, expect_tx, complete_tx, arrive, test_wait and try_wait."""
+    """Translate mbarrier.init, inval, expect_tx, complete_tx, arrive, test_wait and try_wait."""
     s.need("b64")
     kind = s.need("init", "inval", "expect_tx", "complete_tx", "arrive", "test_wait", "try_wait")
     if kind == "arrive":
@@ -61,7 +61,7 @@ def mbarrier(s: Statement) -> list[str]:
 
 
 def _arrive(s: Statement) -> list[str]:
-    """mbarrier.arrive, with or without bytes to expect. Its result is the old state, or `_` if that is not wanted."""
+    """Translate mbarrier.arrive, with or without bytes to expect. Its result is the old state; `_` discards it."""
     expects, release = s.flag("expect_tx"), _semantics(s, acquires=False)
     s.need("shared", "shared::cta")
     s.expect(*((3,) if expects else (2, 3)))
@@ -75,7 +75,7 @@ def _arrive(s: Statement) -> list[str]:
 
 
 def _wait(s: Statement, kind: str) -> list[str]:
-    """test_wait and try_wait for a state or a parity; the time limit of try_wait is a hint and has no effect."""
+    """Translate test_wait and try_wait for a state or a parity. The time limit of try_wait has no effect."""
     parity = s.flag("parity")
     if not _semantics(s, acquires=True):
         raise s.refused("a relaxed wait")
@@ -88,7 +88,7 @@ def _wait(s: Statement, kind: str) -> list[str]:
 
 
 def arrive_after_copies(s: Statement) -> list[str]:
-    """cp.async.mbarrier.arrive."""
+    """Translate cp.async.mbarrier.arrive."""
     for modifier in ("async", "mbarrier", "arrive"):
         s.need(modifier)
     counted = s.flag("noinc")
@@ -100,7 +100,7 @@ def arrive_after_copies(s: Statement) -> list[str]:
 
 
 def bulk_copy(s: Statement) -> list[str]:
-    """cp.async.bulk of bytes and of tiles, cp.reduce of tiles, and the groups of stores to global memory."""
+    """Translate cp.async.bulk of bytes and tiles, cp.reduce of tiles, and the groups of stores to global memory."""
     if s.instruction.opcode == COMMIT:
         s.expect(0)
         s.modifiers.clear()
@@ -134,7 +134,7 @@ def _bytes(s: Statement, operands: tuple[str, ...], loading: bool) -> list[str]:
 
 
 def _tile(s: Statement, operands: tuple[str, ...], dimensions: str, loading: bool, change: str | None) -> list[str]:
-    """A copy of a tile. Its tensor operand has the form [map, {coordinates}]."""
+    """Translate a copy of a tile. Its tensor operand has the form [map, {coordinates}]."""
     if len(operands) != 2 + loading:
         raise s.refused(f"{len(s.operands)} operands")
     named = re.fullmatch(r"\[\s*([^,\s]+)\s*,\s*\{([^}]*)\}\s*\]", operands[1 if loading else 0])
@@ -149,7 +149,7 @@ def _tile(s: Statement, operands: tuple[str, ...], dimensions: str, loading: boo
 
 
 def tensor_map(s: Statement) -> list[str]:
-    """tensormap.replace in shared memory, and the copy of a map to global memory."""
+    """Translate tensormap.replace in shared memory, and the copy of a map to global memory."""
     if PUBLISH.fullmatch(s.instruction.opcode):
         s.modifiers.clear()
         s.expect(3)
@@ -170,7 +170,7 @@ def tensor_map(s: Statement) -> list[str]:
 
 
 def acquire_map(s: Statement) -> list[str]:
-    """fence.proxy.tensormap, which makes visible a tensor map that was written on the device."""
+    """Translate fence.proxy.tensormap, which makes a tensor map visible that was written on the device."""
     if not ACQUIRE.fullmatch(s.instruction.opcode) or int(s.operands[1], 0) != LAYOUT.itemsize:
         raise s.refused("an unknown fence")
     s.modifiers.clear()
@@ -179,7 +179,7 @@ def acquire_map(s: Statement) -> list[str]:
 
 
 def prefetch(s: Statement) -> list[str]:
-    """prefetch of a tensor map, which has no effect here."""
+    """Translate prefetch of a tensor map, which has no effect here."""
     s.need("tensormap")
     s.take("param", "const")
     s.expect(1)

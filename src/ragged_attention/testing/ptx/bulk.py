@@ -5,8 +5,8 @@ until then the target holds 0xFF, which is NaN in every float format. A copy to 
 it is issued, and that memory must not change until the issuing thread has waited. The bytes arrive in global memory
 when that thread waits for the whole copy (a wait without `.read`), or at the kernel's end.
 
-Lenient: a copy may overwrite shared memory that threads have read if a barrier lies between, without a proxy fence. It
-may also read global memory that threads have written, without a proxy fence.
+The emulator is lenient: without a proxy fence, a copy may overwrite shared memory that threads have read, if a barrier
+lies between. Also without a proxy fence, it may read global memory that threads have written.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from ragged_attention.testing.ptx.tensor_maps import LAYOUT, PIECE, TensorMap
 
 Place = tuple[Any, int]  # (register or None, offset in bytes)
 MAP = LAYOUT.itemsize
-TILE_ALIGNMENT = 128  # of a tile in shared memory, in bytes
+TILE_ALIGNMENT = 128  # bytes to whose multiples a tile in shared memory is aligned
 # (kind, dtype) of the numbers on which atomic operations of tiles are supported, by the map's element code.
 CHANGED = {2: ("u", "u4"), 3: ("s", "i4"), 4: ("u", "u8"), 5: ("s", "i8"), 6: ("f16", "u2"), 7: ("f", "f4"),
            10: ("bf16", "u2")}  # fmt: skip
@@ -131,7 +131,7 @@ class Bulk(Queue[Store]):
     def load_tile(
         self, target: Place, source: Place, corner: Sequence[Any], mbarrier: Place, mask: Mask, line: int
     ) -> None:
-        """cp.async.bulk.tensor to shared memory. Elements outside the tensor become zero, or NaN."""
+        """cp.async.bulk.tensor to shared memory. Elements outside the tensor become 0 or NaN, as the map requires."""
         for lane in self.lanes.active(mask).tolist():
             tensor_map = self._map(lane, source, line)
             address, inside, piece = tensor_map.tile(self._corner(tensor_map, corner, lane, line))

@@ -1,10 +1,11 @@
 """Vector clocks: what the warps of a CTA know of each other's accesses to memory.
 
-A warp's clock ticks when the warp tells others what it did: at barriers, proxy fences, arrivals at an mbarrier and
-releases. Barriers join what their warps know. The copies that end at one mbarrier write shared memory, but in no warp's
-name. Together they are an agent, whose clock ticks with each copy.
+A warp's clock ticks when the warp passes on what it knows: at barriers, proxy fences, arrivals at an mbarrier and
+releases. A barrier gives each of its warps the knowledge of all of them. Copies that end at an mbarrier write shared
+memory, but not on behalf of a warp. All copies that end at one mbarrier together are an agent, whose clock ticks with
+each copy.
 
-Warps learn of other CTAs through atomic operations that release and acquire at one place of global memory.
+Warps learn of accesses by other CTAs through atomic operations that release and acquire at one place of global memory.
 """
 
 from collections import defaultdict
@@ -17,14 +18,14 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.lanes import Indices, Lanes
 
 ALWAYS = 1 << 60  # later than any clock
-Abroad = dict[int, NDArray[np.int64]]  # the clocks of CTAs' warps, by the number of the CTA
+Abroad = dict[int, NDArray[np.int64]]  # the clocks of the warps of other CTAs, by the number of the CTA
 
 
 class Knowledge(NamedTuple):
     """The accesses that a warp knows of, as clocks.
 
-    `seen` has the clocks of its CTA's warps and agents, `fenced` the same for writes that the asynchronous proxy sees,
-    and `abroad` the clocks of the warps of other CTAs.
+    `seen` has, for each warp and agent of its CTA, the clock up to which the accesses are known. `fenced` has the clock
+    up to which the writes are also visible to the asynchronous proxy. `abroad` has the clocks of warps of other CTAs.
     """
 
     seen: NDArray[np.int64]
@@ -36,8 +37,9 @@ class Clocks:
     """The clock of each warp, and what the warp knows of others.
 
     `now` [warps] has each warp's own clock. `seen` is [warps, warps of a CTA and agents]: all accesses of the other
-    warp or agent up to this clock are ordered before this warp's next access. `fenced` is the same for writes that the
-    asynchronous proxy sees. `abroad` has, for each warp, what it knows of other CTAs.
+    warp or agent up to this clock are ordered before this warp's next access. `fenced` has the same shape, and its
+    clocks apply to the writes that the asynchronous proxy sees. `abroad` has, for each warp, what it knows of other
+    CTAs.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -80,15 +82,15 @@ class Clocks:
     # ---- exchange of knowledge
 
     def tell(self, warp: int) -> Knowledge:
-        """What a warp knows, to be passed to others. Its clock ticks, so its later accesses are not included."""
+        """Return what a warp knows, to pass it on. The warp's clock ticks, so its later accesses are not included."""
         told = Knowledge(self.known(np.array([warp]))[0], self.fenced[warp].copy(), dict(self.abroad[warp]))
         self.now[warp] += 1
         return told
 
     def learn(self, warps: Indices, told: Knowledge) -> None:
-        """Add what was told to what some warps know."""
+        """Add the knowledge `told` to that of some warps."""
         for table, row in ((self.seen, told.seen), (self.fenced, told.fenced)):
-            width = len(row)  # agents may have been added since
+            width = len(row)  # agents may have been added since `told` was created
             table[warps, :width] = np.maximum(table[warps, :width], row)
         if told.abroad:
             for warp in warps.tolist():
@@ -96,7 +98,7 @@ class Clocks:
         self.seen[warps, warps % self.lanes.warps] = ALWAYS
 
     def join(self, warps: Indices, told: Iterable[Knowledge] = ()) -> None:
-        """A barrier of some warps of one CTA. `told` is what the warps knew that arrived there without waiting."""
+        """Execute a barrier of some warps of one CTA. `told` is the knowledge of warps that arrived without waiting."""
         self.seen[warps] = self.known(warps).max(0)
         self.fenced[warps] = self.fenced[warps].max(0)
         if any(map(self.abroad.__getitem__, warps.tolist())):
@@ -109,13 +111,13 @@ class Clocks:
             self.learn(warps, one)
 
     def fence(self, warps: Indices) -> None:
-        """A proxy fence of some warps."""
+        """Execute a proxy fence of some warps."""
         self.fenced[warps] = np.maximum(self.fenced[warps], self.known(warps))
         self.now[warps] += 1
 
 
 def merge(mine: Abroad, others: Iterable[Abroad]) -> Abroad:
-    """`mine`, with what others know of CTAs added in place."""
+    """`mine`, after the knowledge of others was added to it in place."""
     for other in others:
         for cta, clocks in other.items():
             mine[cta] = np.maximum(mine[cta], clocks) if cta in mine else clocks
@@ -123,7 +125,7 @@ def merge(mine: Abroad, others: Iterable[Abroad]) -> Abroad:
 
 
 def joined(mine: Knowledge, other: Knowledge) -> Knowledge:
-    """All that either of two knows: the later clock of each."""
+    """The combined knowledge of two warps: for each entry, the later clock."""
     short, long = sorted((mine, other), key=lambda one: len(one.seen))
     width = len(short.seen)
     seen, fenced = long.seen.copy(), long.fenced.copy()

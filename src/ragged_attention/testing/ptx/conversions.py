@@ -12,7 +12,7 @@ PAIRS_OF_FP8 = ("e4m3x2", "e5m2x2")
 
 
 def convert(s: Statement) -> list[str]:
-    """cvt.<modes>.<to>.<from>."""
+    """Translate cvt.<modes>.<to>.<from>."""
     if len(s.modifiers) < 2:
         raise s.refused("fewer than two types")
     source, target = s.modifiers.pop(), s.modifiers.pop()

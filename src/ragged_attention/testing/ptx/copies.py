@@ -83,7 +83,7 @@ class Queue(Generic[Kind]):
 
 @dataclasses.dataclass
 class Copy(Operation):
-    """`data`, bytes [lanes, n], on their way to `places` of shared memory, which lie in `cells`.
+    """A copy of the bytes `data` [lanes, n] to `places` of shared memory, which lie in `cells`.
 
     `told` [lanes] are the clocks at which the lanes' warps executed cp.async.mbarrier.arrive for this copy, or 0 if
     they did not. `agent` and `clock` are the agent that then delivers the bytes, and its own clock at that time.
@@ -109,7 +109,8 @@ class Copies(Queue[Copy]):
     def __init__(self, lanes: Lanes, shared: Shared, memory: GlobalAccess) -> None:
         super().__init__(lanes)
         self.shared, self.memory = shared, memory
-        self.brought: defaultdict[int, dict[int, int]] = defaultdict(dict)  # by warp: each agent's last clock
+        # By warp: for each agent that delivers its copies, the agent's last clock.
+        self.brought: defaultdict[int, dict[int, int]] = defaultdict(dict)
         self.by_agents = False  # whether agents deliver the copies that land now
 
     def start(
@@ -123,7 +124,7 @@ class Copies(Queue[Copy]):
         mask: Mask,
         line: int,
     ) -> None:
-        """cp.async of `size` bytes; if `source_size` is not None, only that many are read and the rest are zero."""
+        """cp.async of `size` bytes; if `source_size` is given, only so many are read, and the rest are 0."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
@@ -210,7 +211,7 @@ class Copies(Queue[Copy]):
     def arrive_at(self, mbarriers: Mbarriers, address: Any, offset: int, counted: bool, mask: Mask, line: int) -> None:
         """cp.async.mbarrier.arrive: each thread arrives when its copies so far have landed.
 
-        `counted` is whether the mbarrier's expected arrivals already include these (.noinc).
+        `counted` is whether the arrivals that the mbarrier expects already include these arrivals (.noinc).
         """
         clocks = self.shared.clocks
         for place, lanes in mbarriers.each(address, offset, mask, line):

@@ -1,4 +1,4 @@
-"""Errors of an emulated run: reports, which let it continue, faults, which end it, and unknown instructions."""
+"""Errors of an emulated run: reports (the run continues), faults (the run ends) and unknown instructions."""
 
 import dataclasses
 import re
@@ -11,8 +11,8 @@ class Fault(Exception):
     """An operation that no correct kernel does, and after which the run cannot continue.
 
     `text` says what happened. `line` is the line of the PTX and `instruction` its text. `source` is the line of the
-    kernel's source, "file:line", after the lines that call the function it is in. `thread` is the first thread that did
-    it, such as "CTA 3 thread 17". Fields that are not known are None.
+    kernel's source, "file:line"; in a function that the kernel calls, the lines of the calls come first. `thread` is
+    the first thread that did it, such as "CTA 3 thread 17". Fields that are not known are None.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Diverged(Fault):
 
 
 class Hazard(AssertionError):
-    """A run that ended, but of a kernel that is wrong, or right only in some orders of its threads.
+    """The run ended, but the kernel is wrong, or is right only in some orders of its threads.
 
     `reports` has all reports. The class is that of the first report that raises: `Race`, `Uninitialised`, or `Hazard`
     itself for asynchronous copies that were never waited for and mbarriers that were not invalidated.
@@ -67,7 +67,7 @@ class Race(Hazard):
 
 
 class Rounding(Race):
-    """Two threads write float32 numbers that differ only in their last bits to one place: reported, but not raised.
+    """Two threads write float32 numbers that differ only in their last bits to one place. This is reported, not raised.
 
     Compilers make such code from correct kernels: threads that compute the same sum of products fuse different products
     into their additions. The result is correct within its rounding, but which thread's number remains is not defined.
@@ -80,7 +80,7 @@ class Uninitialised(Hazard):
 
 @dataclasses.dataclass
 class Report:
-    """An error that one instruction made `count` times. The other fields are as in `Fault`, for the first time."""
+    """An error that one instruction made `count` times. The other fields describe the first time, as in `Fault`."""
 
     count: int
     text: str
@@ -96,7 +96,7 @@ class Report:
 
 
 def located(text: str, line: int, source: str | None, thread: str | None, instruction: str | None) -> str:
-    """`text` between the place where it happened and, if they are known, the thread and the instruction."""
+    """A message that consists of the place, `text` and, if they are known, the thread and the instruction."""
     if instruction and len(instruction) > LONGEST:
         instruction = f"{instruction[:LONGEST]}..."
     place = f"line {line}{f' ({source})' if source else ''}"
@@ -104,7 +104,7 @@ def located(text: str, line: int, source: str | None, thread: str | None, instru
 
 
 class Reporter:
-    """Collects reports. Those of one PTX line whose texts differ only in numbers are merged under the first text."""
+    """Collects reports. Reports of one PTX line whose texts differ only in numbers are merged, with the first text."""
 
     def __init__(self, sources: Mapping[int, str], instructions: Mapping[int, str]) -> None:
         self.sources, self.instructions = sources, instructions

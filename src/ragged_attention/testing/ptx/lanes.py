@@ -1,4 +1,4 @@
-"""The threads of some CTAs, as lanes of the same arrays: Python then costs time per instruction, not per thread."""
+"""The threads of some CTAs, as lanes of the same arrays, so that Python costs time per instruction, not per thread."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +17,9 @@ class Lanes:
     """The thread that each lane stands for.
 
     By lane: `cta` is the CTA's index among these CTAs and `number` its number in the grid; `warp` is the warp's index
-    among all warps of these CTAs and `local` its index in its CTA. `waiting` marks lanes that found on their last check
-    that they must still wait, or, if not `sure`, that they may have to. `changes` counts changes that may end a wait.
+    among all warps of these CTAs and `local` its index in its CTA. `waiting` marks lanes whose last check showed
+    that they must still wait or, where `sure` is false, that they may have to wait. `changes` counts changes that may
+    end a wait.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Lanes:
         return np.broadcast_to(value, self.count)
 
     def whole_warps(self, mask: Mask, line: int) -> Indices:
-        """The warps that execute an aligned instruction. It is a fault if only part of a warp does."""
+        """The warps that execute an aligned instruction. Raises Diverged if only part of a warp executes it."""
         if mask is True:
             return np.arange(self.ctas * self.warps)
         table = mask.reshape(-1, WARP)

@@ -1,7 +1,7 @@
 """Launches without a GPU: a Triton kernel is compiled for an NVIDIA architecture, and its PTX is emulated.
 
-Triton itself specialises a launch, by the actual arguments. A stand-in for its driver names the architecture; compiling
-needs no GPU.
+Triton itself specialises a launch by its actual arguments. A stand-in for Triton's driver gives the architecture, so
+that compiling needs no GPU.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from ragged_attention.testing.ptx.machine import Outcome
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90")
-NOBODY_WROTE = 0xFF  # in each byte that no kernel has written yet: NaN in every float format, -1 as an integer
+NOBODY_WROTE = 0xFF  # the value of bytes that no kernel has written yet: NaN in every float format, -1 as an integer
 
 Grid = Sequence[int] | Callable[[Mapping[str, Any]], Sequence[int]]
 
@@ -68,7 +68,7 @@ def run(
             dtype that Triton knows; views of larger arrays are allowed. The kernel writes them in place. Numbers,
             tuples, `tl.constexpr` values and `TensorDescriptor` are passed as on a GPU.
         arch: one of `ARCHITECTURES`.
-        schedule: None runs the warps in turn; a number is the seed of another order.
+        schedule: None runs the warps in turn; a number is the seed of a random order.
         unwritten: the arrays whose contents the kernel must not read before it writes them. Their contents are lost.
         strict: whether reports raise `Hazard`, except those of the kind `Rounding`. If not, they are only in the
             outcome.
@@ -92,7 +92,7 @@ def run(
 
 
 def compile(kernel: Any, grid: Grid, /, *arguments: Any, arch: str = "sm_90", **named: Any) -> str:
-    """The PTX that `run` with these arguments would execute. The lines that reports and faults name are its lines."""
+    """The PTX that `run` with these arguments would execute. Line numbers in reports and faults refer to it."""
     _expect_arch(arch)
     _expect_jitted(kernel)
     bound = Bound.of(kernel, arguments, named)
@@ -175,8 +175,9 @@ class Emulator:
         """
         _expect_arch(arch)
         self.arch, self.schedule, self.lanes, self.change = arch, schedule, lanes, change
-        self.launches: Counter[str] = Counter()  # by kernel, with its module
-        self._written: dict[int, NDArray[np.bool_]] = {}  # by address, for allocations with unwritten bytes
+        self.launches: Counter[str] = Counter()  # the number of launches, by the kernel's module and name
+        # For allocations with unwritten bytes, by address: which bytes were written.
+        self._written: dict[int, NDArray[np.bool_]] = {}
 
     def forget(self, array: Any) -> None:
         """Mark the elements of an array as unwritten, and overwrite them with `NOBODY_WROTE`."""
@@ -250,7 +251,7 @@ class Emulator:
 
     @staticmethod
     def _for_triton(space: memory.Memory, size: int) -> list[int]:
-        """The addresses of Triton's own buffers: `size` bytes for tensor maps; 0 for a profiler."""
+        """The addresses of Triton's own two buffers: `size` bytes for tensor maps, and none (0) for a profiler."""
         if not size:
             return [0, 0]
         return [space.add(np.zeros(size, np.uint8), "Triton's global scratch", None, np.zeros(size, bool)), 0]
@@ -258,7 +259,7 @@ class Emulator:
     def mapped(self, operands: Sequence[tuple[str, "Operand"]]) -> tuple[memory.Memory, dict[int, int]]:
         """Memory, not yet sealed, that holds the operands' allocations, and the address of each operand by its id.
 
-        Operands that share an allocation share it there too. A kernel may touch the elements of any of them.
+        Operands that share an allocation also share it in this memory. A kernel may touch the elements of all operands.
         """
         space, addresses = memory.Memory(), {}
         groups: dict[int, list[tuple[str, Operand]]] = {}
@@ -286,8 +287,8 @@ class Operand:
     strides: tuple[int, ...]  # in bytes
     itemsize: int
     base: int  # the address of the allocation
-    size: int  # of the allocation, in bytes
-    offset: int  # of the first element in the allocation, in bytes
+    size: int  # bytes of the allocation
+    offset: int  # byte offset of the first element in the allocation
 
     @classmethod
     def of(cls, array: Any) -> "Operand":
@@ -315,7 +316,7 @@ class Operand:
         return self.base + self.offset
 
     def within(self, addresses: Mapping[int, int]) -> int:
-        """Its address in the memory that the kernel sees."""
+        """The operand's address in the memory that the kernel sees."""
         return addresses[id(self)]
 
     def bytes(self) -> NDArray[np.uint8]:
@@ -437,12 +438,12 @@ def _as_operand(value: Any) -> Any:
 
 
 def _is_descriptor(value: Any) -> bool:
-    """Whether a value is a Triton tensor descriptor. It is recognised by name: the module depends on the version."""
+    """Whether a value is a Triton tensor descriptor. Its class is recognised by name, as modules differ."""
     return type(value).__name__ == "TensorDescriptor" and hasattr(value, "block_shape")
 
 
 def _expect_apart(operands: Sequence[tuple[str, Operand]]) -> None:
-    """Raise if allocations, sorted by address, overlap: each of them is mapped separately."""
+    """Raise InvalidInput if allocations, sorted by address, overlap, because each is mapped separately."""
     for (name, first), (other, second) in itertools.pairwise(operands):
         if first.base + first.size > second.base:
             raise InvalidInput(f"expected arrays that share memory to be views of one, got {name} and {other}")
@@ -482,7 +483,7 @@ class Bound:
         return cls(positional, by_name, defaults | dict(zip(names, positional, strict=False)) | by_name)
 
     def grid(self, grid: Grid) -> Sequence[int]:
-        """The numbers of programs, which may depend on the arguments."""
+        """The numbers of programs in each dimension, which may depend on the arguments."""
         return grid(self.all) if callable(grid) else grid
 
 

@@ -1,15 +1,15 @@
 """Runs a kernel over a grid: it keeps the position of each thread, handles barriers and owns the other objects.
 
-Threads of several CTAs run at a time, as lanes of the same arrays. If lanes stand at different basic blocks, those at
-the lowest block run first, so that diverged lanes meet again. Not every PTX text orders its blocks so that this
-suffices. So before a block that a warp must execute together, lanes wait for the lanes of their warp that can still
-reach it. With a seed, randomly drawn warps (or warpgroups) may run ahead of the others. Hazards are found by clocks,
-not by chance, so one order shows most of them; other orders show the effect of a value that a thread reads too early.
-Lanes that wait, at an mbarrier or for a lock, let others go first. If no other lane can continue, that is a deadlock.
+Threads of several CTAs run at a time, as lanes of the same arrays. If lanes are at different basic blocks, those at the
+lowest block run first, so that diverged lanes meet again. Not every PTX text orders its blocks so that this suffices.
+So before a block that a warp must execute together, lanes wait for the lanes of their warp that can still reach this
+block. With a seed, randomly drawn warps (or warpgroups) may run ahead of the others. Hazards are found by clocks, not
+by chance, so one order shows most of them; other orders show the effect of a value that a thread reads too early. Lanes
+that wait, at an mbarrier or for a lock, let others go first. If no other lane can continue, that is a deadlock.
 
-Leniencies besides those that the other modules name: threads that have ended count as arrived at a barrier that gives
-no number of threads. A loop that waits for memory which another thread changes without atomic operations may never end.
-Clusters, tcgen05, calls and generic addresses of shared memory are refused, as `Unknown`.
+The emulator is lenient here too: threads that have ended count as arrived at a barrier that gives no number of threads.
+A loop that waits for memory which another thread changes without atomic operations may never end. Clusters, tcgen05,
+calls and generic addresses of shared memory are refused, as `Unknown`.
 """
 
 import dataclasses
@@ -39,15 +39,15 @@ from ragged_attention.testing.ptx.warps import Warps, most_registers
 __all__ = ["Fault", "Outcome", "Report", "Unknown", "launch"]
 
 ENDED = 1 << 30  # the block number of a lane that has returned
-PATIENCE = 100  # how often all waiting lanes look again before this counts as a deadlock
+PATIENCE = 100  # how often all waiting lanes check again before this counts as a deadlock
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """The reports of a run, and what it executed.
 
-    `reports` are by (line of the PTX, text without numbers). `instructions` counts an instruction once for all the
-    threads that execute it together. `opcodes` and `lines` are those of the basic blocks that ran.
+    The keys of `reports` are (line of the PTX, text without numbers). `instructions` counts an instruction once for all
+    the threads that execute it together. `opcodes` and `lines` are those of the basic blocks that ran.
     """
 
     reports: dict[tuple[int, str], Report]
@@ -142,9 +142,10 @@ class Machine:
         self.barrier, self.counted = np.zeros(lanes.count, np.int64), np.zeros(lanes.count, np.int64)
         self.together_only = np.array([_needs_a_warp(block) for block in self.kernel.blocks])
         self.arrived: dict[tuple[int, int], list[tuple[int, list[Knowledge]]]] = {}
-        self.reaching: dict[int, NDArray[np.bool_]] = {}  # by block that a warp executes together: `_reaching`
+        # The results of `_reaching`, by the number of a block that a warp must execute together.
+        self.reaching: dict[int, NDArray[np.bool_]] = {}
         self.executed, self.reached = 0, set()
-        self.looked, self.changes = 0, 0  # how often all waiting lanes looked again since the last change
+        self.looked, self.changes = 0, 0  # how often all waiting lanes checked again since the last change
         whole_groups = "wgmma" in self.kernel.text and lanes.threads % GROUP == 0
         self.together = GROUP if whole_groups else WARP
 
@@ -179,7 +180,7 @@ class Machine:
         return self.lanes.fault(line, lane, f"deadlock: {text}", Deadlock)
 
     def _willing(self, free: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        """The free lanes that do not wait, in whole warps if possible. If all free lanes wait, they look again."""
+        """The free lanes that do not wait, in whole warps if possible. If all free lanes wait, they check again."""
         waiting = self.lanes.waiting
         if self.lanes.changes != self.changes:
             self.changes, self.looked = self.lanes.changes, 0
@@ -188,7 +189,7 @@ class Machine:
         warps = np.repeat((waiting & free).reshape(-1, WARP).any(1), WARP)
         if (whole := free & ~warps).any():
             return whole
-        rest = np.flatnonzero(free & ~waiting)  # in partly waiting warps: lanes at blocks that need no whole warp
+        rest = np.flatnonzero(free & ~waiting)  # lanes of partly waiting warps, kept if their block needs no whole warp
         if (rest := rest[~self.together_only[self.at[rest]]]).size:
             return np.isin(self.lanes.every, rest)
         self.looked += not (free & waiting & ~self.lanes.sure).any()
@@ -211,7 +212,7 @@ class Machine:
         return self._lowest(free)
 
     def _early(self, index: int, mask: NDArray[np.bool_], free: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """Lanes that must wait at a block that warps execute together: others of their warp can still reach it."""
+        """Lanes that must wait at a block that warps execute together, as others of their warp can still reach it."""
         if not self.together_only[index]:
             return None
         if index not in self.reaching:
@@ -221,7 +222,7 @@ class Machine:
         return mask & warps if warps.any() else None
 
     def _lowest(self, free: NDArray[np.bool_]) -> tuple[int, NDArray[np.bool_]]:
-        """The lowest block at which lanes stand or, with a seed, the block of a drawn warp; and the lanes there."""
+        """The block to execute and its lanes: the lowest block of all lanes or, with a seed, that of a drawn warp."""
         if self.rng is None:
             index = int(self.at[free].min())
             return index, free & (self.at == index)
@@ -251,23 +252,23 @@ class Machine:
                 raise self.lanes.fault(block.line, lane, "part of a warp executes an aligned barrier", Diverged)
         number, expected = (self.lanes.spread(-1 if one is None else one).astype(np.int64) for one in taken)
         for pair in set(zip(number[mask].tolist(), expected[mask].tolist(), strict=True)):
-            self._come(index, block, pair, mask & (number == pair[0]) & (expected == pair[1]))
+            self._arrive(index, block, pair, mask & (number == pair[0]) & (expected == pair[1]))
 
-    def _come(self, index: int, block: Block, pair: tuple[int, int], mask: NDArray[np.bool_]) -> None:
-        """Let threads arrive at a barrier; `pair` is its number and its number of threads or -1, the same for all."""
+    def _arrive(self, index: int, block: Block, pair: tuple[int, int], mask: NDArray[np.bool_]) -> None:
+        """Let threads arrive at a barrier. `pair` is its number and its number of threads, or -1 if it gives none."""
         number, expected = pair
         if number > 15 or (expected >= 0 and (expected % WARP or not expected)):
             lane = int(np.flatnonzero(mask)[0])
             raise self.lanes.fault(block.line, lane, f"a barrier of number {number} for {expected} threads")
         if block.ending == "arrive":
             self.at[mask] = index + 1
-            self._leave_word(number, mask)
+            self._record_arrivals(number, mask)
         else:
             self.at[mask], self.parked[mask], self.barrier[mask] = index + 1, True, number
             self.counted[mask] = max(expected, 0)
         self._release(number, expected if expected >= 0 else None)
 
-    def _leave_word(self, number: int, mask: NDArray[np.bool_]) -> None:
+    def _record_arrivals(self, number: int, mask: NDArray[np.bool_]) -> None:
         """Record threads that arrive at a barrier without waiting."""
         for cta in np.unique(self.lanes.cta[mask]).tolist():
             here = mask & (self.lanes.cta == cta)
@@ -299,7 +300,7 @@ def _variables(names: Names, memory: Memory) -> dict[str, Any]:
 def _reaching(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
     """The blocks from which threads can reach a block, as bools [blocks + 1].
 
-    The block itself is not among them, nor is the last entry, which stands for threads that have ended.
+    The entry of the block itself is false. So is the last entry, which stands for threads that have ended.
     """
     comes_from: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):

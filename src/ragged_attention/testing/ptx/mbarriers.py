@@ -1,11 +1,12 @@
 """mbarrier objects, whose phases complete when the expected threads have arrived and the expected bytes have come.
 
-Copies that end at an mbarrier land when a thread waits for the phase that they count in, the oldest first, and no
-earlier: until then their bytes are not in shared memory. A thread that sees a phase complete knows of the accesses of
-the threads that arrived, and of the copies that landed. It knows of initialisation and invalidation only by barriers.
+Copies that end at an mbarrier land when a thread waits for the phase in which they count. The oldest copy lands first.
+Until then, their bytes are not in shared memory. A thread that sees a phase complete knows of the accesses of
+the threads that arrived, and of the copies that landed. It learns of initialisation and invalidation only by barriers.
 
-Lenient: a thread that waits for a phase knows of everything that is complete by then. For a parity other than 0 and 1,
-which the ISA does not define, the lowest bit counts: Triton's warp-specialised loops write -1 for 1.
+The emulator is lenient: a thread that waits for a phase knows of everything that is complete by then. For a parity
+other than 0 and 1, which the ISA does not define, the lowest bit counts: Triton's warp-specialised loops write -1 for
+1.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from ragged_attention.testing.ptx.errors import Hazard
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes, Mask
 from ragged_attention.testing.ptx.shared import Shared
 
-SIZE, MOST, LARGEST = 8, (1 << 20) - 1, (1 << 20) - 1  # bytes of the object; the most arrivals and bytes of a phase
+SIZE, MOST, LARGEST = 8, (1 << 20) - 1, (1 << 20) - 1  # the object's bytes; the most arrivals and bytes per phase
 
 
 @dataclasses.dataclass(eq=False)
@@ -29,7 +30,8 @@ class Mbarrier:
 
     `agent` is the column of its copies in the clocks. `flight` has, for each copy, the function that lands it and its
     line. `maker` is the warp that initialised it, `made` that warp's clock then, and `used` has each warp's clock at
-    its last use of it. `coming` is what the warps that arrived in this phase knew, `done` the same for earlier ones.
+    its last use of it. `coming` is the knowledge of the warps that arrived in this phase, and `done` that of
+    the warps that arrived in earlier phases.
     """
 
     cta: int
@@ -61,7 +63,7 @@ class Mbarriers:
     # ---- lookup
 
     def each(self, address: Any, offset: int, mask: Mask, line: int) -> Iterator[tuple[int, Indices]]:
-        """For each mbarrier that lanes name: (its place, those lanes)."""
+        """Yield, for each mbarrier that lanes name, its place and these lanes."""
         lanes = self.lanes.active(mask)
         if lanes.size:
             places = self.shared.place(lanes, address, offset, SIZE, line)
@@ -186,7 +188,7 @@ class Mbarriers:
     # ---- copies
 
     def start(self, mbarrier: Mbarrier, land: Callable[[int], None], count: int, line: int) -> None:
-        """Start a copy of `count` bytes. `land` delivers them, as a write by the agent at the clock it is given."""
+        """Start a copy of `count` bytes. `land(clock)` delivers them, as a write by the agent at this clock."""
 
         def come() -> None:
             clock = self.clocks.tick(mbarrier.cta, mbarrier.agent)
@@ -224,11 +226,11 @@ class Mbarriers:
             if (rest := lanes[len(first) :]).size:
                 mbarrier.flight.insert(0, (lambda: come(rest), None))
 
-        mbarrier.flight.append((come, None))  # no line: the queue of the copies reports those that nobody waits for
+        mbarrier.flight.append((come, None))  # no line: `Copies` reports copies that nobody waits for
 
     @staticmethod
     def _land(mbarrier: Mbarrier, enough: Callable[[], bool]) -> None:
-        """Land copies, the oldest first, until there are enough."""
+        """Land copies, the oldest first, until `enough()` is true."""
         while mbarrier.flight and not enough():
             mbarrier.flight.pop(0)[0]()
 

@@ -7,7 +7,8 @@ Accesses outside the buffers, or not aligned to their size, end the run. Races b
 memory are not detected, except different values that one instruction writes to one place.
 
 A launch may begin before the previous launch has ended. Then a thread that touches what the previous launch wrote, or
-writes what it read, must have waited for it: `griddepcontrol.wait` counts only for the thread that executes it.
+writes what the previous launch read, must have waited for that launch. `griddepcontrol.wait` counts only for the thread
+that executes it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ SAME = 2.0**-16  # the largest relative difference of two roundings of one sum: 
 
 
 class Memory:
-    """The buffers of one launch: `add` each, `seal`, launch, and copy the results `back`."""
+    """The buffers of one launch. Callers `add` each buffer, `seal` the memory, launch, and copy the results `back`."""
 
     START = 0x7F00_0000_0000
     GAP = 4096
@@ -56,21 +57,22 @@ class Memory:
 
         `overlapping`: the launch may begin before the previous one, whose results the buffers hold, has ended.
         """
-        self.unfinished: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None  # the last one wrote, touched
+        # Which bytes the previous launch wrote, and which it touched.
+        self.unfinished: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None
         if overlapping:
             written = (self.writer.cta != 0) | (self.changer.cta != 0)
             self.unfinished = written, written | (self.reader.cta != 0)
         self.bytes = np.full(self.size, 0xFF, np.uint8)
         allowed = np.zeros(self.size, bool)
         self.ready = np.zeros(self.size, bool)
-        self.reader, self.writer, self.changer = (Shadow(self.size) for _ in range(3))  # changer: by atomic operations
+        self.reader, self.writer, self.changer = (Shadow(self.size) for _ in range(3))  # changer: atomic operations
         self.released: dict[int, Abroad] | None = None
         for _, place, data, may, holds in self.buffers:
             span = slice(place, place + data.size)
             self.bytes[span] = data
             allowed[span] = True if may is None else may
             self.ready[span] = True if holds is None else holds
-        self.allowed_before = np.concatenate([[0], np.cumsum(allowed)])  # how many bytes below each are allowed
+        self.allowed_before = np.concatenate([[0], np.cumsum(allowed)])  # the number of allowed bytes before each byte
 
     def count_order(self) -> None:
         """Track the order between CTAs; called for kernels that release or acquire."""
@@ -105,8 +107,8 @@ class GlobalAccess:
     def __init__(self, memory: Memory, lanes: Lanes, clocks: Clocks) -> None:
         self.memory, self.lanes = memory, lanes
         self.order = Order(lanes, clocks, memory.released)
-        self.polled: dict[int, tuple[Any, Any]] = {}  # by line: what each lane last found there, and whether it did
-        self.early = np.full(lanes.count, memory.unfinished is not None)  # has not waited for the previous launch
+        self.polled: dict[int, tuple[Any, Any]] = {}  # by line: what each lane last found, and whether it has
+        self.early = np.full(lanes.count, memory.unfinished is not None)  # lanes that have not waited for it
 
     def place(self, lanes: Indices, address: Any, offset: int, size: int, line: int, what: str) -> Indices:
         """The indices [lanes] at which accesses of `size` bytes begin; the accesses must be allowed and aligned."""
@@ -114,7 +116,7 @@ class GlobalAccess:
         return self.reach(lanes, base + offset, size, line, what)
 
     def reach(self, lanes: Indices, address: Indices, size: int, line: int, what: str) -> Indices:
-        """As `place`, for whole addresses [lanes]."""
+        """Like `place`, for addresses [lanes] that include the offset."""
         index = address - Memory.START
         inside = (index >= 0) & (index + size <= self.memory.size)
         safe = np.where(inside, index, 0)
@@ -240,7 +242,7 @@ class GlobalAccess:
         """atom.global and red.global: `values` has the operands (two for cas), each with a vector's elements.
 
         `results` are registers for the old values; they are None or missing if the values are not wanted. `orders` is
-        whether it acquires, and whether it releases. For each element, lanes go one after another, in their order.
+        whether the operation acquires, and whether it releases. For each element, lanes operate one after another.
         """
         lanes = self.lanes.active(mask)
         if not lanes.size:
@@ -289,11 +291,11 @@ class GlobalAccess:
         return old, changed
 
     def fence(self, mask: Mask) -> None:
-        """A fence that orders accesses of other CTAs too."""
+        """Execute a fence that also orders accesses of other CTAs."""
         self.order.fence(self.lanes.active(mask))
 
     def _poll(self, lanes: Indices, old: NDArray[Any], changed: NDArray[np.bool_], line: int) -> None:
-        """Mark lanes that found the same as last time at this line, and changed nothing: they may be waiting."""
+        """Mark lanes that found the same value as last time at this line and changed nothing. They may be waiting."""
         before, known = self.polled.setdefault(
             line, (np.zeros(self.lanes.count, np.uint64), np.zeros(self.lanes.count, bool))
         )
@@ -304,7 +306,7 @@ class GlobalAccess:
 def in_turn(
     memory: NDArray[np.uint8], rows: Indices, operation: str, kind: str, size: int, operands: Sequence[Any]
 ) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Do atomic operations on elements of `size` bytes, those of one row one after another.
+    """Do atomic operations on elements of `size` bytes. Operations on the same row happen one after another.
 
     Returns the bits that each operation found, and whether it changed them.
     """
@@ -348,7 +350,7 @@ def columns(values: Sequence[Any], every: Lanes, lanes: Indices) -> NDArray[np.u
 
 
 def _add(kind: str, old: Any, new: Any) -> Any:
-    """A sum. For float32, subnormals are flushed, as atomic operations on global memory do."""
+    """The sum of `old` and `new`. In float32, subnormals are flushed, as by atomic operations on global memory."""
     if kind in ("f16", "bf16"):
         return numbers.on_halves(np.add, kind, old, new)
     if kind == "f" and old.dtype == np.float32:

@@ -71,7 +71,7 @@ def toward_zero(x: Any) -> NDArray[np.float32]:
 
 
 def step_back(near: NDArray[Any], values: NDArray[Any], x: NDArray[Any]) -> NDArray[Any]:
-    """`x` rounded towards zero, from the nearest floats: `near` has them or their bits, `values` their values."""
+    """`x` rounded towards zero. `near` has the nearest floats, or their bits, and `values` has their values."""
     bits = near.view(f"u{near.dtype.itemsize}")
     return (bits - (np.abs(values) > np.abs(x)).astype(bits.dtype)).view(near.dtype)
 
@@ -106,7 +106,7 @@ def _fma64() -> Any:
 
 
 def fma_wide(a: Any, b: Any, c: Any) -> NDArray[np.float64]:
-    """a * b + c of 16-bit floats that are given as float64, rounded to odd; the caller rounds it to 16 bits."""
+    """a * b + c of 16-bit floats that are given as float64, rounded to odd. The caller rounds the result to 16 bits."""
     return odd_sum(a * b, c)
 
 
@@ -406,7 +406,7 @@ def shift_right(a: Any, by: Any) -> Any:
 
 
 def funnel(low: Any, high: Any, by: Any, left: bool, wrap: bool) -> NDArray[np.uint32]:
-    """`shf`: 32 bits of high:low, shifted. The amount is taken modulo 32 (`wrap`) or is at most 32."""
+    """`shf`: 32 bits of high:low, shifted. The amount is taken modulo 32 (`wrap`) or limited to 32."""
     amount = (np.asarray(by) & np.uint32(31) if wrap else np.minimum(by, 32)).astype(np.uint64)
     both = (np.asarray(high).astype(np.uint64) << np.uint64(32)) | np.asarray(low)
     shifted = (both << amount) >> np.uint64(32) if left else both >> amount
@@ -419,7 +419,10 @@ def _ones(count: Any, dtype: np.dtype[Any]) -> Bits:
 
 
 def bfe(a: Any, position: Any, length: Any, signed: bool) -> Bits:
-    """`bfe`: a bit field of unsigned `a`, extended by zeros or by its sign, the last bit of the field or word."""
+    """`bfe`: a bit field of unsigned `a`, extended by zeros or by its sign.
+
+    The sign is the field's highest bit, or the word's if the field reaches beyond the word.
+    """
     a = np.asarray(a)
     width, one = 8 * a.dtype.itemsize, a.dtype.type(1)
     position, length = np.asarray(position) & np.uint32(255), np.asarray(length) & np.uint32(255)
@@ -462,7 +465,7 @@ PRMT_MODES = {
 
 
 def prmt(a: Any, b: Any, selector: Any, mode: str | None) -> NDArray[np.uint32]:
-    """`prmt`: four bytes of b:a; without a mode, bit 3 of a byte's selector fills the byte with its sign."""
+    """`prmt`: four of the eight bytes b:a. Without a mode, bit 3 of a byte's selector fills the byte with its sign."""
     a, b, selector = np.broadcast_arrays(*(np.asarray(x).astype(np.uint64) for x in (a, b, selector)))
     if mode:
         selector = np.array(PRMT_MODES[mode], np.uint64)[selector & np.uint64(3)]
@@ -477,18 +480,18 @@ def prmt(a: Any, b: Any, selector: Any, mode: str | None) -> NDArray[np.uint32]:
 
 
 def count_ones(a: Any) -> NDArray[np.uint32]:
-    """`popc`."""
+    """`popc`: the number of bits that are 1."""
     return np.unpackbits(np.atleast_1d(a).view(np.uint8)).reshape(np.size(a), -1).sum(1).astype(np.uint32)
 
 
 def leading_zeros(a: Any) -> NDArray[np.uint32]:
-    """`clz`."""
+    """`clz`: the number of leading zeros."""
     a = np.atleast_1d(a)
     bits = np.unpackbits(a.astype(a.dtype.newbyteorder(">")).view(np.uint8)).reshape(a.size, -1)
     return np.where(bits.any(1), bits.argmax(1), bits.shape[1]).astype(np.uint32)
 
 
 def reverse_bits(a: Any) -> Bits:
-    """`brev`."""
+    """`brev`: the bits in reverse order."""
     a = np.atleast_1d(a)
     return np.packbits(np.unpackbits(a.view(np.uint8)).reshape(a.size, -1)[:, ::-1], axis=1).view(a.dtype)[:, 0]

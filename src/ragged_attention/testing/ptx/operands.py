@@ -52,19 +52,20 @@ def type_of(text: str) -> Type | None:
 class Names:
     """The names that the Python code of a kernel uses.
 
-    By Python name, `registers` has dtypes, `views` (base register, dtype), `constants` values, `specials` PTX names and
-    `params` (parameter, offset, dtype). `variables` has Python names by PTX name.
+    The keys are Python names. The values of `registers` are dtypes, those of `views` (base register, dtype), those of
+    `constants` values, those of `specials` PTX names, and those of `params` (parameter, offset, dtype). In `variables`,
+    the keys are PTX names and the values Python names.
     """
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
         self.registers: dict[str, str] = {}
-        self._arrays: dict[str, str] = {}  # by the PTX name of a register
+        self._arrays: dict[str, str] = {}  # Python names, by the PTX name of a register
         self.views: dict[str, tuple[str, str]] = {}
         self.constants: dict[str, Any] = {}
         self.specials: dict[str, str] = {}
         self.params: dict[str, tuple[str, int, str]] = {}
-        self.variables: dict[str, str] = {}  # by the PTX name
+        self.variables: dict[str, str] = {}
 
     def is_register(self, text: str) -> bool:
         return self.kernel.type_of(text) is not None

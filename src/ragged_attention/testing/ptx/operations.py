@@ -22,7 +22,7 @@ FENCES = {
     *("membar.gl", "membar.sys"),
     *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("gpu", "sys")),
 }
-# Fences within a CTA, whose accesses happen here in the order of the text, and instructions that schedule kernels.
+# Fences within a CTA, and instructions that schedule kernels. Accesses of a CTA happen in the order of the text here.
 WITHOUT_EFFECT = {
     "membar.cta",
     *(f"fence.{order}.{scope}" for order in ("acq_rel", "sc", "acquire", "release") for scope in ("cta", "cluster")),
@@ -80,7 +80,7 @@ def _address(s: Statement, operand: str, space: str) -> tuple[str, int]:
 
 
 def load(s: Statement) -> list[str]:
-    """ld.param, ld.global, ld.shared, ld.local, ld; vectors too."""
+    """Translate `ld` from parameter, global, shared, local and generic memory, also of vectors."""
     t = s.type()
     s.expect(2)
     if s.modifiers == ["param"] and s.names.is_parameter(s.operands[1]):
@@ -108,7 +108,7 @@ def load(s: Statement) -> list[str]:
 
 
 def store(s: Statement) -> list[str]:
-    """st.global, st.shared, st.local, st; vectors too."""
+    """Translate `st` to global, shared, local and generic memory, also of vectors."""
     t, space = s.type(), _space(s)
     s.expect(2)
     _hints(s)
@@ -147,7 +147,7 @@ def _registers(s: Statement, index: int, vector: str | None) -> list[str]:
 
 
 def atomic(s: Statement) -> list[str]:
-    """atom, red on global and shared memory."""
+    """Translate `atom` and `red` on global and shared memory."""
     t = s.type()
     space = s.need("global", "shared", "shared::cta")
     order = s.take("relaxed", "acquire", "release", "acq_rel")
@@ -182,7 +182,7 @@ def atomic(s: Statement) -> list[str]:
 
 
 def copy(s: Statement) -> list[str]:
-    """cp.async of up to 16 bytes, its groups and their waits. Bulk copies are in `asynchronous`."""
+    """Translate cp.async of up to 16 bytes, its groups and their waits. Bulk copies are in `asynchronous`."""
     if "bulk" in s.modifiers:
         return asynchronous.bulk_copy(s)
     if "mbarrier" in s.modifiers:
@@ -215,7 +215,7 @@ def copy(s: Statement) -> list[str]:
 
 
 def fence(s: Statement) -> list[str]:
-    """Fences, some of which have no effect here, griddepcontrol and bar.warp.sync."""
+    """Translate fences, griddepcontrol and bar.warp.sync. Some of them have no effect here."""
     if s.instruction.opcode in ("fence.proxy.async", "fence.proxy.async.shared::cta"):
         s.modifiers.clear()
         return [f"shared.fence({s.mask})"]
@@ -239,7 +239,7 @@ def fence(s: Statement) -> list[str]:
 
 
 def elect(s: Statement) -> list[str]:
-    """elect.sync: the lowest of the members is the leader."""
+    """Translate elect.sync: the lowest of the members is the leader."""
     s.need("sync")
     s.expect(2)
     target, _, flag = (part.strip() for part in s.operands[0].partition("|"))
@@ -248,7 +248,7 @@ def elect(s: Statement) -> list[str]:
 
 
 def registers(s: Statement) -> list[str]:
-    """setmaxnreg; only the sum over a CTA matters here."""
+    """Translate setmaxnreg, of which only the sum over a CTA matters here."""
     s.need("inc", "dec")
     for modifier in ("sync", "aligned", "u32"):
         s.need(modifier)
@@ -264,7 +264,7 @@ def trap(s: Statement) -> list[str]:
 
 
 def shuffle(s: Statement) -> list[str]:
-    """shfl.sync."""
+    """Translate shfl.sync."""
     s.need("sync")
     mode = s.need("up", "down", "bfly", "idx")
     s.expect(5)
@@ -277,7 +277,7 @@ def shuffle(s: Statement) -> list[str]:
 
 
 def reduce(s: Statement) -> list[str]:
-    """redux.sync."""
+    """Translate redux.sync."""
     s.need("sync")
     t = s.type()
     mode = s.need(*(("and", "or", "xor", "min", "max", "add") if t.letter == "u" else ("min", "max", "add")))
@@ -289,7 +289,7 @@ def reduce(s: Statement) -> list[str]:
 
 
 def vote(s: Statement) -> list[str]:
-    """vote.sync."""
+    """Translate vote.sync."""
     s.need("sync")
     mode = s.need("all", "any", "uni", "ballot")
     s.expect(3)
@@ -302,7 +302,7 @@ def vote(s: Statement) -> list[str]:
 
 
 def matrix(s: Statement) -> list[str]:
-    """ldmatrix, stmatrix: 8 x 8 matrices of 16 bits."""
+    """Translate ldmatrix and stmatrix: 8 x 8 matrices of 16-bit elements."""
     for modifier in ("sync", "aligned", "m8n8"):
         s.need(modifier)
     count, trans = s.need("x1", "x2", "x4"), s.flag("trans")
@@ -318,7 +318,7 @@ def matrix(s: Statement) -> list[str]:
 
 
 def multiply(s: Statement) -> list[str]:
-    """mma.sync."""
+    """Translate mma.sync."""
     for modifier in ("sync", "aligned", "row", "col"):
         s.need(modifier)
     limited = s.flag("satfinite")
@@ -340,7 +340,7 @@ def multiply(s: Statement) -> list[str]:
 
 
 def warpgroup(s: Statement) -> list[str]:
-    """wgmma; its groups and their waits."""
+    """Translate wgmma, its groups and their waits."""
     kind = s.need("mma_async", "fence", "commit_group", "wait_group")
     s.need("sync")
     s.need("aligned")
@@ -381,7 +381,7 @@ def warpgroup(s: Statement) -> list[str]:
 
 
 def address_space(s: Statement) -> list[str]:
-    """cvta to and from global memory, whose generic addresses are the same, and from local and parameter space."""
+    """Translate cvta to and from global memory, whose generic addresses are equal, and from local and param memory."""
     s.expect(2)
     t = s.type()
     value = s.value(1, "u", t.size)

@@ -2,9 +2,10 @@
 
 An access of one CTA is ordered before an access of another if the first CTA then releases, and the second CTA acquires
 at the same place before its access. Within each CTA, barriers pass on what is known. A fence before a relaxed operation
-makes it a release, a fence after it an acquire. Order is tracked only in kernels that release or acquire anything.
+makes it a release, and a fence after it makes it an acquire. Order is tracked only in kernels that release or acquire
+anything.
 
-Lenient: a place keeps everything that was ever released there, even if it was overwritten since.
+The emulator is lenient: a place keeps everything that was ever released there, even if it was overwritten since.
 """
 
 import re
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 from ragged_attention.testing.ptx.clocks import Abroad, Clocks, merge
 from ragged_attention.testing.ptx.lanes import WARP, Indices, Lanes
 
-SEVERAL = -1  # stands for several CTAs, instead of one CTA's number + 1
+SEVERAL = -1  # in `Shadow.cta`: several CTAs touched the byte
 ORDERING = re.compile(r"\b(?:(?:atom|red|ld|st)\.\S*(?:acquire|release|acq_rel)|fence\.(?:acq_rel|sc)\.|membar\.)")
 
 
 class Shadow:
-    """By byte: the CTA that touched it, as its number + 1; if order is tracked, also its warp and the warp's clock."""
+    """For each byte, the number + 1 of the CTA that touched it. If order is tracked, also the warp and its clock."""
 
     def __init__(self, size: int) -> None:
         self.cta = np.zeros(size, np.int32)
@@ -36,8 +37,9 @@ class Shadow:
 class Order:
     """What some CTAs know of the accesses of others.
 
-    `released` has, by place, what a warp learns that acquires there; it outlives these CTAs. By warp, `fenced` is what
-    the warp knew at its last fence, and `met` what it has since found at places but did not acquire.
+    `released` has, for each place, the knowledge that a warp gets by an acquire there. It outlives these CTAs. For each
+    warp, `fenced` is its knowledge at its last fence, and `met` is the knowledge that it has found since then at places
+    where it did not acquire.
     """
 
     def __init__(self, lanes: Lanes, clocks: Clocks, released: dict[int, Abroad] | None) -> None:
@@ -50,7 +52,7 @@ class Order:
         return (self.lanes.number[lanes] + 1)[:, None]
 
     def others(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> NDArray[np.bool_]:
-        """Whether another CTA touched each byte, in no order with the lane's access: bools [lanes, size]."""
+        """Whether another CTA touched each byte without being ordered before the lane's access: bools [lanes, size]."""
         touched = shadow.cta.reshape(-1, size)[rows]
         others = (touched != 0) & (touched != self.me(lanes))
         if self.released is not None and others.any():
@@ -70,7 +72,7 @@ class Order:
         return ordered
 
     def mark(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> None:
-        """Record that lanes touch bytes, several lanes perhaps the same bytes."""
+        """Record that lanes touch bytes. Several lanes may touch the same bytes."""
         table = shadow.cta.reshape(-1, size)
         after = np.where(self.others(shadow, rows, size, lanes), SEVERAL, self.me(lanes))
         table[rows] = after
@@ -96,7 +98,7 @@ class Order:
             merge(published, [self._tell(warp) if releases else self.fenced.get(warp, {})])
 
     def fence(self, lanes: Indices) -> None:
-        """A fence that orders accesses of other CTAs too."""
+        """Execute a fence that also orders accesses of other CTAs."""
         for warp in np.unique(self.lanes.warp[lanes]).tolist() if self.released is not None else ():
             merge(self.clocks.abroad[warp], [self.met.pop(warp, {})])
             self.fenced[warp] = self._tell(warp)

@@ -70,11 +70,11 @@ class Kernel:
 
     `params` are (name, type) in order, such as ("k_param_0", "u64") or ("k_param_1", "b8[128]"). `widths` has the type
     of each register; numbered registers have one entry, their prefix and `<`. `sources` has the Python line
-    ("file:line") of each PTX line, after the lines that call the function it is in, outermost first. `symbols` has the
-    offsets of arrays in shared memory, and `shared` is the bytes of those with a static size. `locals` has the offsets
-    of arrays in a thread's local memory and, under the empty name, their total bytes. `variables` has the contents of
-    arrays of constants. `threads` is the number of threads in a CTA and `most_registers` the number of registers of a
-    thread; both are 0 if the PTX does not give them.
+    ("file:line") of each PTX line; in a called function, the lines of the calls come first, the outermost call before
+    the others. `symbols` has the offsets of arrays in shared memory, and `shared` is the size in bytes of all those
+    with a static size. `locals` has the offsets of arrays in a thread's local memory and, under the empty name, their
+    total bytes. `variables` has the contents of arrays of constants. `threads` is the number of threads in a CTA and
+    `most_registers` the number of registers of a thread; both are 0 if the PTX does not give them.
     """
 
     name: str
@@ -133,7 +133,7 @@ def split_operands(text: str) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=64)
 def parse(text: str, name: str = "") -> Kernel:
-    """The kernel of a PTX module that has this name, or the first."""
+    """The kernel with this name in a PTX module; by default, the module's first kernel."""
     wanted = re.escape(name) or r"[\w$]+"
     header = re.search(rf"\.entry\s+({wanted})\s*\((.*?)\)(.*?)\{{", text, re.S)
     if not header:
@@ -163,7 +163,7 @@ def parse(text: str, name: str = "") -> Kernel:
 
 
 def size_of(kind: str) -> int:
-    """Bytes of a parameter's type, such as u64 or b8[128]."""
+    """The size in bytes of a parameter's type, such as u64 or b8[128]."""
     width, _, count = kind[1:].rstrip("]").partition("[")
     return int(width) // 8 * int(count or 1)
 
@@ -266,7 +266,7 @@ class _Sources:
         self.callers: dict[Location, Location] = {}
 
     def at(self, directive: str) -> str | None:
-        """The chain of lines from the kernel's own to the innermost, or None if the innermost is not known."""
+        """The lines for a directive, from the kernel's own to the innermost function's, or None if unknown."""
         numbers = r"(\d+)\s+(\d+)\s+(\d+)"
         match = re.match(rf"\.loc\s+{numbers}(?:.*\binlined_at\s+{numbers})?", directive)
         if not match or match[1] not in self.files or int(match[2]) == 0:
@@ -284,7 +284,7 @@ class _Sources:
 
 
 def _label(name: str, scope: Scope, labels: set[tuple[str, Scope]]) -> str:
-    """The label that a name refers to in a scope, as a name that no other label of the kernel has."""
+    """The label that a name refers to in a scope, changed to a name that no other label of the kernel has."""
     for depth in range(len(scope), 0, -1):
         if (name, scope[:depth]) in labels:
             return f"{name} of scope {scope[depth - 1]}"
@@ -299,7 +299,7 @@ def _pieces(text: str, begin: int) -> Iterator[tuple[int, str, Scope]]:
             inline = comment[1] == "begin"
         line = raw.split("//")[0].strip()
         if inline and re.match(r"\.loc\b", line):
-            continue  # LLVM adds the line numbers of inline assembly to the line that it stands at
+            continue  # LLVM adds line numbers within inline assembly to the assembly's own line
         if not pending and re.match(r"\.(loc|file)\b", line):
             yield number + offset, line, scope
             continue
@@ -337,7 +337,7 @@ def _instruction(line: int, piece: str) -> Instruction:
 def _blocks(statements: list[str | Instruction], last_line: int) -> list[Block]:
     """The blocks of some statements; an additional last block stands for the end of the kernel's text."""
     targets = {s.operands[0] for s in statements if not isinstance(s, str) and _is_branch(s)}
-    pieces: list[tuple[list[Instruction], Instruction | None]] = [([], None)]  # and their ends, None: a label
+    pieces: list[tuple[list[Instruction], Instruction | None]] = [([], None)]  # and the ending; None: at a label
     labels: dict[str, int] = {}
     for one in statements:
         if isinstance(one, str):

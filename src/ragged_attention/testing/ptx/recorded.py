@@ -21,7 +21,7 @@ from ragged_attention.testing.ptx.launcher import Emulator, Operand
 from ragged_attention.testing.ptx.tensor_maps import TensorMap
 
 MAGIC, PTX = 0xBA55ED50, 1  # the first word of a fat binary, and the kind of its entries that are PTX
-# Codes of CUtensorMapDataType that differ from those in a tensor map, to the latter.
+# The code of an element type in a tensor map, for each code of CUtensorMapDataType that differs from it.
 ELEMENTS = {8: 9, 9: 10}
 INVALID_VALUE, UNKNOWN = 1, 999  # error codes of CUDA
 Launched = ctypes.CFUNCTYPE(
@@ -58,7 +58,7 @@ class Library:
         self._listeners = Launched(self._launched), Encoded(self._encoded)
 
     def launches(self, function: str, record: ctypes.Structure) -> tuple[int, list[Launch]]:
-        """Call a function of the library with a record. Returns its code, and the launches that it requested."""
+        """Call a function of the library with its argument record. Returns its status and its launches."""
         self._launches, self._failed = [], []
         self.loaded.ra_listen(*self._listeners)  # `self` keeps them alive; another `Library` may have listened since
         code = getattr(self.loaded, function)(ctypes.byref(record), None)
@@ -127,9 +127,10 @@ def run(
     arrays: Mapping[str, Any],
     notice: Callable[[str, machine.Outcome], None],
 ) -> int:
-    """Call a function of a library with a record of `arrays`, and run what it launches, which writes them in place.
+    """Call a function of a library with the addresses of `arrays` in its argument record, and run its launches.
 
-    After each launch, `notice` is called with the kernel's name and the outcome. Returns the function's code.
+    The kernels write the arrays in place. After each launch, `notice` is called with the kernel's name and the outcome.
+    Returns the function's status.
     """
     operands = [(name, Operand.of(array)) for name, array in arrays.items()]
     space, addresses = emulator.mapped(operands)

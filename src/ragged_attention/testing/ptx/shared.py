@@ -1,13 +1,13 @@
 """Shared memory and its shadow: which warps wrote and read each cell, and at which of their clocks.
 
 Barriers join what the warps know of each other's clocks (`clocks`). So an access that no barrier orders after another
-warp's access is reported in whatever order the two happened to run. A cell is as small as the kernel's narrowest
+warp's access is reported in whichever order the two warps happened to run. A cell is as small as the kernel's narrowest
 access, at most 4 bytes.
 
-Lenient: threads of one warp count as ordered. A write of the value that is already there is not reported as a write
-after a write. Of several atomic operations on one place, only the last counts for warps that read it. A proxy fence
-covers all writes that its warp knows of, whichever warp made them, and barriers pass it on. So it may stand before the
-barrier, in the warps that write, or after it, in the warps that go on to multiply.
+The emulator is lenient: threads of one warp count as ordered. A write of the value that is already there is not
+reported as a write after a write. Of several atomic operations on one place, only the last counts for warps that read
+it. A proxy fence covers all writes that its warp knows of, whichever warp made them, and barriers pass it on. So the
+fence may come before the barrier, in the warps that write, or after the barrier, in the warps that then multiply.
 """
 
 import re
@@ -29,11 +29,11 @@ Cells = NDArray[np.int64]
 class Shared:
     """The shared memory of some CTAs, `size` bytes each.
 
-    By cell: `written` is whether it was, and `written_by`, `written_at` and `written_line` are the warp of the CTA or
-    agent that wrote it last, its clock, and the line of the PTX. `read_at` has each warp's clock at its last read. If
-    it is `pending`, an asynchronous copy to it was not waited for. `reading` and `storing` count the wgmma, and the
-    bulk copies to global memory, in flight that read it. An `opaque` cell is part of an mbarrier, and an `atomic` one
-    was written last by an atomic operation.
+    For each cell, `written` is whether it was written. `written_by`, `written_at` and `written_line` are the warp or
+    agent of the CTA that wrote it last, the clock of this write, and its line of the PTX. `read_at` has each warp's
+    clock at its last read. `pending` is whether an asynchronous copy to the cell was not waited for. `reading` and
+    `storing` count the wgmma, and the bulk copies to global memory, that are in flight and read the cell. `opaque` is
+    whether it is part of an mbarrier, and `atomic` whether its last write was an atomic operation.
     """
 
     def __init__(self, lanes: Lanes, size: int, text: str) -> None:
@@ -98,7 +98,7 @@ class Shared:
         self.read_at[cells, local] = self.clocks.now[warp]
 
     def note_write(self, cells: Cells, lanes: Indices, line: int, same: NDArray[np.bool_]) -> None:
-        """Check writes, plain or asynchronous, to cells [lanes, n]; `same` marks those that hold the value already."""
+        """Check writes, plain or asynchronous, to cells [lanes, n]; `same` marks those that have the value already."""
         warp = self.lanes.warp[lanes]
         self.hazard(line, lanes, cells, self.reading[cells] > 0, "writes what a wgmma in flight reads")
         if self.watched:
@@ -122,7 +122,7 @@ class Shared:
         self.written[cells], self.atomic[cells] = True, False
 
     def same(self, bytes_there: NDArray[np.uint8], data: NDArray[np.uint8], cells: Cells) -> Any:
-        """By cell, whether bytes [lanes, n] are equal."""
+        """Whether bytes [lanes, n] are equal, for each cell."""
         return (bytes_there == data).reshape(*cells.shape, -1).all(-1)
 
     def note_asynchronous(self, cells: Cells, warps: Sequence[int], line: int, who: str) -> None:

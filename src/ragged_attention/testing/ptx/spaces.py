@@ -55,7 +55,7 @@ class Local:
 
 
 class Parameters:
-    """The parameters of a kernel, read through addresses in their space."""
+    """The parameters of a kernel, read through addresses in the parameter space."""
 
     def __init__(self, lanes: Lanes, data: NDArray[np.uint8]) -> None:
         self.lanes, self.data = lanes, data
@@ -72,7 +72,7 @@ class Parameters:
 
 
 class Generic:
-    """Memory by generic addresses: local memory in its window, and global memory."""
+    """Memory at generic addresses: local memory in its window, and global memory."""
 
     def __init__(self, lanes: Lanes, memory: GlobalAccess, local: Local) -> None:
         self.lanes, self.memory, self.local = lanes, memory, local

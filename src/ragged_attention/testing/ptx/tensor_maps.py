@@ -22,7 +22,8 @@ LAYOUT = np.dtype({
     "offsets": [0, 8, 40, 60, 80, 100, 101, 102, 103, 104],
     "itemsize": 128,
 })  # fmt: skip
-# Bytes of an element by its code: u8, u16, u32, s32, u64, s64, f16, f32, f64 and bf16. Others convert during the copy.
+# Bytes of an element by its code: u8, u16, u32, s32, u64, s64, f16, f32, f64 and bf16. Other
+# codes convert elements during the copy and are refused.
 WIDTHS = {0: 1, 1: 2, 2: 4, 3: 4, 4: 8, 5: 8, 6: 2, 7: 4, 9: 8, 10: 2}
 FLOATS = {6, 7, 9, 10}
 SPANS = {0: 16, 1: 32, 2: 64, 3: 128}  # bytes of a row, by swizzle_mode; 16 means no swizzle
@@ -72,21 +73,21 @@ class TensorMap:
 
     @property
     def width(self) -> int:
-        """Bytes of an element."""
+        """The size of an element in bytes."""
         return WIDTHS[self.elemtype]
 
     @property
     def row(self) -> int:
-        """Bytes of a row of the box."""
+        """The size of a row of the box in bytes."""
         return self.box[0] * self.width
 
     @property
     def bytes(self) -> int:
-        """Bytes of the box, including those outside the tensor."""
+        """The size of the box in bytes, including elements outside the tensor."""
         return math.prod(self.box) * self.width
 
     def wrong(self) -> str | None:
-        """What makes the map invalid, or None."""
+        """The reason why the map is invalid, or None."""
         if not 1 <= len(self.dims) <= 5 or not all(self.dims) or not all(self.box):
             return f"expected 1 to 5 dimensions, none of them empty, got {self.dims} in boxes of {self.box}"
         if max(self.box) > LARGEST_BOX:

@@ -49,7 +49,7 @@ def _guard(guard: Guard | None, names: Names) -> str:
 
 
 def _barrier(block: Block, names: Names) -> str:
-    """An expression for the number of a barrier, and its number of threads or None."""
+    """An expression for a pair: the number of a barrier, and its number of threads or None."""
     try:
         number, *count = (names.value(operand, "u", 4) for operand in block.barrier)
     except Unknown as error:
@@ -106,7 +106,7 @@ def _asynchronous_registers(kernel: Kernel) -> frozenset[str]:
 
 
 def _watch(instruction: Instruction, in_flight: frozenset[str], mask: str) -> Iterator[str]:
-    """Lines that check registers which some wgmma uses. A read matters only while one is in flight (`busy`)."""
+    """Lines that check registers which some wgmma uses. A read matters only while a wgmma is in flight (`busy`)."""
     split = 0 if instruction.opcode.split(".")[0] in WITHOUT_RESULT else 1
     written = _registers(instruction.operands[:split]) & in_flight
     read = _registers(instruction.operands[split:]) & in_flight

@@ -161,7 +161,7 @@ class Warpgroups(Queue[Product]):
         return single(self.shared.bytes.view(f"u{width}")[places // width], kind), cells
 
     def _issue(self, operation: Product, product: NDArray[np.float32], keep: NDArray[Any]) -> None:
-        """Start a product, whose result is [values, threads]."""
+        """Start an operation, whose result is `product` [values, threads]."""
         mine = slice(int(operation.lanes[0]), int(operation.lanes[-1]) + 1)
         if any((name, operation.group) in self.loose for names in operation.names for name in names):
             text = "a wgmma uses registers that were written without a wgmma.fence after it"

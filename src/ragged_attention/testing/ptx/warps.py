@@ -1,6 +1,7 @@
 """Instructions that the threads of a warp execute together: shuffles, votes, reductions and matrix instructions.
 
-For setmaxnreg, only the registers that warpgroups have in the end are counted, not when they request them.
+For setmaxnreg, only the registers that warpgroups have at the kernel's end count. The time of a request does not
+matter.
 
 Sums of `mma` are float32 sums in NumPy's order (exact for 8-bit integers); the ISA does not specify an order.
 """
@@ -52,7 +53,8 @@ def left_operand(registers: Registers, warps: Indices, kind: str) -> NDArray[np.
     (t + 1) * e. The second half of k is in the second pair of registers.
     """
     parts = elements(gather(registers, warps), kind)  # [registers, warps, 32, elements]
-    parts = parts.reshape(len(registers) // 2, 2, len(warps), 8, 4, parts.shape[-1])  # half of k, of rows, warp, g, t
+    # The axes are: half of k, half of the rows, warp, g, t, element.
+    parts = parts.reshape(len(registers) // 2, 2, len(warps), 8, 4, parts.shape[-1])
     return parts.transpose(2, 1, 3, 0, 4, 5).reshape(len(warps), 16, -1)
 
 
