@@ -1,7 +1,7 @@
 """The suite's parameters for pytest: use `from ragged_attention.testing.collection import *` in a conftest.py.
 
 A test that takes `runner` runs on every backend that is available here. A test that takes `examples` gets the number
-of batches to draw, by the profile in HYPOTHESIS_PROFILE (dev, ci or nightly).
+of batches to draw, which depends on the profile in HYPOTHESIS_PROFILE (dev, ci or nightly).
 """
 
 import dataclasses

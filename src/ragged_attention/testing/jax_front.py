@@ -22,7 +22,7 @@ triton_interpreter.quicken()
 
 
 def facts(device: str | None) -> Device:
-    del device  # arrays lie on jax's default device
+    del device  # arrays are on jax's default device
     return device_facts(default_platform())
 
 
@@ -34,7 +34,7 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: s
     del layout, place, device
     if dtype in (*formats.QUANTIZED, "float8_e8m0fnu"):
         return jax.device_put(np.ascontiguousarray(array).copy().view(jnp.dtype(dtype)))
-    if dtype == "int64":  # jax has no int64 by default; clipped values stay out of range
+    if dtype == "int64":  # jax has no int64 by default; values out of range stay so when they are clipped
         return jax.device_put(np.clip(array, INT32.min, INT32.max).astype(np.int32))
     with np.errstate(over="ignore"):
         return jax.device_put(array.astype(jnp.dtype(dtype)))

@@ -1,15 +1,14 @@
 """Run the suite on compiled Triton and CUDA kernels without a GPU: an emulator runs the PTX of each launch.
 
-Calls go through a front end whose arrays lie on the CPU. Kernels and tiles are chosen, and calls declined, as on a GPU
+Calls go through a front end whose arrays are on the CPU. Kernels and tiles are chosen, and calls declined, as on a GPU
 of the named architecture. A check fails if a result is wrong, or if the emulator reports anything: an access outside
 the arrays, a read of uninitialised memory, accesses that no barrier or wait orders, or an instruction that must run on
 a whole warp and runs on part of one. See `testing/ptx`.
 
 `ragged-attention conformance --backend triton --device ptx:sm_90` does this, also for a third-party backend of Triton
-kernels. `--backend cuda` does it from torch: nvcc compiles each file of kernels when one of its kernels is first
-called, and the kernels' own host code requests the launches.
-`judged` does it in a separate process, for callers whose own process interprets Triton kernels or that need another
-version of Triton.
+kernels. `--backend cuda` does it through the torch front end: nvcc compiles each file of kernels when one of its
+kernels is first called, and the kernels' own host code requests the launches. `judged` does it in a separate process,
+for callers whose own process interprets Triton kernels or that need another version of Triton.
 """
 
 import argparse
@@ -47,9 +46,10 @@ ERRORS = [name for name, one in vars(ptx).items() if isinstance(one, type) and i
 MESSAGE = re.compile(rf"\b(?:{'|'.join(ERRORS)}): .*?(?=^-{{10}}|\Z)", re.DOTALL | re.MULTILINE)
 SCHEDULES = (None, 1)  # seeds for the order in which warps run; None: in turn
 TIMEOUT = 600.0
-SLOWER = 100  # by default, divides the number of drawn batches, because kernels are compiled for each batch
+SLOWER = 100  # the default number of drawn batches is divided by this, because each batch compiles kernels
 DIRECT = "the emulator needs kernels that are started through `launch`, but Triton was asked to start one itself"
-STARTED = ("active drivers (", "(cpu tensor?)")  # in Triton's errors without a GPU, and for arrays on the CPU
+# Texts of Triton's errors if there is no GPU, and if arrays are on the CPU.
+STARTED = ("active drivers (", "(cpu tensor?)")
 OVERLAP = "write different values to one place of global memory"
 
 
@@ -202,7 +202,7 @@ class CompiledRunner(Runner):
     def _call(self, operation: str, batch: Any, options: Any, **extra: Any) -> Any:
         try:
             result = super()._call(operation, batch, options, **extra)
-            if self.framework == "jax":  # jax runs asynchronously, but must not outlive `around`
+            if self.framework == "jax":  # jax runs asynchronously, but must end before `around` does
                 importlib.import_module("jax").block_until_ready(result)
             return result
         except (machine.Fault, machine.Unknown) as error:
@@ -211,9 +211,9 @@ class CompiledRunner(Runner):
             if any(text in str(error) for text in STARTED):  # kernel[grid](...) bypasses the emulator
                 raise Absent(f"{self.backend}: {DIRECT}") from None
             # The text of jax's error contains the callback's error.
-            if isinstance(error, ValueError) or (found := MESSAGE.search(str(error))) is None:
+            if isinstance(error, ValueError) or (match := MESSAGE.search(str(error))) is None:
                 raise
-            raise Hazard(found[0].removeprefix("Hazard: ").strip()) from error
+            raise Hazard(match[0].removeprefix("Hazard: ").strip()) from error
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -267,7 +267,7 @@ def missing(arch: str, framework: str = "torch", backend: str = "triton") -> str
 
 
 def runners(backend: str, framework: str | None, device: str | None) -> tuple[list[CompiledRunner], dict[str, str]]:
-    """A runner for each schedule if `device` is an emulated one, and the reasons for runners that are missing."""
+    """A runner for each schedule if `device` is an emulated GPU, and the reason for each runner that is missing."""
     if (arch := arch_of(device)) is None:
         return [], {}
     if backend not in BACKENDS and backend not in dispatch.third_party_packages():
@@ -305,7 +305,7 @@ def judged(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks that are named on standard input; `judged` starts this."""
+    """Run the checks that are named on standard input; `judged` starts this in a separate process."""
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--framework", choices=FRAMEWORKS, default="torch")

@@ -127,7 +127,7 @@ def commonest(lines: Sequence[Verdict], most: int = 5) -> list[str]:
 
 
 def untested(lines: Sequence[Verdict]) -> list[str]:
-    """A warning for each kind of check of which all were declined, with their most common reason."""
+    """A warning for each kind of check whose checks were all declined, with the most common reason."""
     warnings = []
     for kind, what in KINDS.items():
         same = [line for line in lines if line.check.startswith(f"{kind}: ")]
@@ -141,7 +141,7 @@ def untested(lines: Sequence[Verdict]) -> list[str]:
 
 
 def folded(lines: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts to print: one line for all passed corners, one per reason for declined checks, and all others."""
+    """The verdicts to print: one line for all passed corners, one per reason for declined checks, and the others."""
     reasons: dict[str, list[Verdict]] = {}
     for line in lines:
         if line.result == "declined":

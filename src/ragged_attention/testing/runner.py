@@ -39,16 +39,16 @@ SAMPLES = {
     "varlen_attention": VarlenSpec(lens=((1, 1),)),
 }
 
-# (operation, backend) for each call that has returned results, so that it is known what a run has tested.
+# (operation, backend) of each call that has returned results. It shows what a run has tested.
 ANSWERED: set[tuple[str, str]] = set()
-# Set inside `asking`, for runners that do not call their backend through `dispatch`.
+# True inside `asking`, for runners that do not call their backend through `dispatch`.
 ASKED: contextvars.ContextVar[bool] = contextvars.ContextVar("asked", default=False)
-# The number of declined batches for each reason, since the last verdict was begun.
+# The number of declined batches for each reason, since the current check began.
 DECLINED: collections.Counter[str] = collections.Counter()
 
 
 def written_by(operation: str) -> str | None:
-    """The argument that an operation writes and returns, or None."""
+    """The name of the argument that an operation writes and returns, or None."""
     return next((name for name, kind in CALLS[operation].KINDS.items() if kind.written), None)
 
 
@@ -87,8 +87,8 @@ def first_refusal(message: str) -> str:
 
 def reason_of(refusal: Exception) -> str:
     """The first backend's reason in a refusal, without the backend's name."""
-    said = first_refusal(str(refusal))
-    return said.partition(": ")[2] or said if "\n" in str(refusal) else said
+    line = first_refusal(str(refusal))
+    return line.partition(": ")[2] or line if "\n" in str(refusal) else line
 
 
 def as_given(array: NDArray[Any]) -> NDArray[Any]:
@@ -289,7 +289,7 @@ class Runner:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """The context for running checks: latents have widths that the backend takes."""
+        """A context for running checks, in which latents have widths that the backend takes."""
         with fitting(at_tuned_widths if self._narrow else as_it_is):
             yield
 
@@ -332,7 +332,7 @@ def runner_for(backend: str, framework: str, device: str | None = None) -> Runne
 
 
 def runners(backend: str | None, framework: str | None, device: str | None) -> tuple[list[Runner], dict[str, str]]:
-    """The matching runners that can run here, and why each other one cannot. None matches any name."""
+    """The matching runners that can run here, and the reason why each other runner cannot. None matches any name."""
     present: list[Runner] = []
     absent: dict[str, str] = {}
     for name in (backend,) if backend else dispatch.backends():

@@ -1,6 +1,6 @@
 """Run every operation with garbage in its index arrays and arrays next to unreadable pages.
 
-This is a separate process, because an access outside an array kills it.
+This module runs as a separate process, because an access outside an array kills the process.
 
 `python -m ragged_attention.testing.safety --backend triton --framework torch --examples 25`
 """
@@ -142,7 +142,7 @@ SLOWER = (
 def check_garbage(runner: Runner, examples: int) -> int:
     """The backend survives garbage in its index arrays.
 
-    This runs here if the runner notices accesses outside arrays, else in a separate process, which dies of them.
+    This runs in this process if the runner notices accesses outside arrays, else in a separate one, which they kill.
     """
     if runner.notices_steps_outside:
         return _survives_here(runner, examples)
@@ -223,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device")
     parser.add_argument("--examples", type=int, default=25)
     parser.add_argument("--emulated", metavar="MODE", help="run CUDA kernels on a CPU, in this mode of the emulation")
-    parser.add_argument("--room", help="the package that holds the backend, if no installed one announces it")
+    parser.add_argument("--room", help="the backend's package, if no installed package announces it")
     parser.add_argument("--prove-guard", choices=["start", "end"], help="read one element outside an array, and die")
     options = parser.parse_args(argv)
     if options.prove_guard:
@@ -243,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             runner = emulated(runner, options.emulated)
         for seed in range(0 if side == "end" else 1, options.examples, 2):
             # Each of the slower operations runs with every second seed; half of them run with each seed.
-            turns = [pair for number, pair in enumerate(SLOWER) if (seed // 2 + number) % 2 == 0]
-            for operation, example in (*EXAMPLES, *turns):
+            slower = [pair for number, pair in enumerate(SLOWER) if (seed // 2 + number) % 2 == 0]
+            for operation, example in (*EXAMPLES, *slower):
                 ways = paths(runner, operation)
                 path = ways[seed % len(ways)]
                 what = f"{operation}, seed {seed}, guarded at the {side}, options {dict(path)}"

@@ -53,8 +53,8 @@ WORDS = {
     "lens": ("decode", "prefill", "query", "queries", "sequence"),
     "combined": ("pair", "one array"),
 }
-LONG_PAGE = 32  # with longer pages, drawn lengths would fill only one page, so they are multiplied
-FACTORS = (1, 8)  # drawn lengths fill at most five pages of 16 slots; some are multiplied, to fill up to 35
+LONG_PAGE = 32  # with longer pages, drawn lengths fill only one page, so these lengths are multiplied
+FACTORS = (1, 8)  # drawn lengths fill at most 5 pages of 16 slots; some are multiplied, to fill up to 35 pages
 
 
 def is_structure(value: Any) -> bool:
@@ -73,12 +73,12 @@ def brief(value: Any) -> str:
     """The expression that creates a structure, without fields at their defaults, except dtypes."""
     if is_structure(value):
         value = value.fitted() if hasattr(value, "fitted") else value
-        told = {
+        arguments = {
             field.name: brief(getattr(value, field.name))
             for field in dataclasses.fields(value)
             if field.name == "dtype" or getattr(value, field.name) != field.default
         }
-        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in told.items())})"
+        return f"{type(value).__name__}({', '.join(f'{name}={text}' for name, text in arguments.items())})"
     if isinstance(value, tuple) and any(map(is_structure, value)):
         return ", ".join(brief(part) for part in value if part != {})
     return repr(value)
@@ -116,7 +116,7 @@ def replaced(value: Any, changes: Mapping[Path, Any]) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The structure with every field set to its default, if it has one."""
+    """The structure with each field set to its default, if the field has one."""
     if is_structure(value):
         parts = {}
         for field in dataclasses.fields(value):
@@ -149,7 +149,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def page_size_of(value: Any) -> int | None:
-    """The page size of a structure, or of the first one in a tuple; None if it has none."""
+    """The page size of a structure, or of the first structure in a tuple that has one; None if none has one."""
     return next((leaf for path, leaf in leaves(value).items() if path[-1:] == ("page_size",)), None)
 
 
@@ -225,9 +225,9 @@ def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> list[
     return sorted(moves, key=lambda move: -_hints(str(move[0][-1]), move[1], reason, words_of_reason))
 
 
-def _hints(name: str, value: Any, reason: str, said: Collection[str]) -> int:
+def _hints(name: str, value: Any, reason: str, words_of_reason: Collection[str]) -> int:
     """A score for how strongly a refusal hints at a field (2) and at a value (1)."""
-    return 2 * _named(name, reason) + (str(value) in said)
+    return 2 * _named(name, reason) + (str(value) in words_of_reason)
 
 
 def _named(name: str, reason: str) -> bool:
@@ -242,7 +242,7 @@ class Steering:
     form: str = "as drawn"
 
     def steered(self, draw: Callable[[st.SearchStrategy[Any]], Any], value: Any) -> Any:
-        """The structure with values that the backend takes in place of drawn ones that it does not."""
+        """The structure, in which values that the backend takes replace drawn values that it does not take."""
         now, changes = leaves(value), {}
         for path, values in self.allowed.items():
             if path in now and not any(_equal(now[path], other) for other in values):
@@ -253,7 +253,10 @@ class Steering:
 
 
 def stretched(value: Any, times: int = 1) -> Any:
-    """The structure with more keys if pages are long, so that a sequence fills several, and `times` as many."""
+    """The structure with `times` as many keys, and with more if pages are long, so that a sequence fills several.
+
+    It is unchanged if pages have fewer than 16 slots.
+    """
     size = page_size_of(value)
     if size is None or 2 * size < LONG_PAGE:
         return value
@@ -295,7 +298,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
 
 
 def _variety(value: Any) -> int:
-    """A score for the variety of lengths in a structure; the search starts from the most varied one."""
+    """A score for the variety of lengths in a structure; the search starts from the most varied structure."""
     lens = [pair for each in lens_of(value).values() for pair in each]
     return len(set(lens)) + 10 * (len({min(q_len, 2) for q_len, _ in lens}) > 1)
 

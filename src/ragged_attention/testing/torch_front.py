@@ -46,7 +46,7 @@ def raw(array: NDArray[Any], dtype: str) -> NDArray[Any]:
 
 
 def with_gaps(array: NDArray[Any], dtype: str, layout: str) -> tuple[NDArray[Any], tuple[slice, ...]]:
-    """A larger array full of garbage that holds `array`, and the slices at which it does.
+    """A larger array that contains `array` among garbage, and the slices that select `array`.
 
     With the layout "pages", the last stride stays 1, as operations require of pages. With "blocks", pages are
     contiguous but have gaps between them.
@@ -81,7 +81,7 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Place, device:
 
 
 def once(tensor: torch.Tensor, axis: int) -> torch.Tensor:
-    """The tensor with a stride of 0 along an axis, whose slices are all equal."""
+    """The tensor with a stride of 0 along an axis on which all slices are equal."""
     return tensor.narrow(axis, 0, min(1, tensor.shape[axis])).expand_as(tensor)
 
 
@@ -97,7 +97,7 @@ def take_back(tensor: torch.Tensor) -> NDArray[Any]:
 def careful() -> Iterator[None]:
     """A context in which torch fills new memory with NaN, so that unwritten outputs are noticed.
 
-    NumPy's floating-point warnings are suppressed. Triton's interpreter computes with NumPy, but a GPU gives none.
+    NumPy's floating-point warnings are suppressed: Triton's interpreter computes with NumPy, but a GPU never warns.
     """
     before, only_warns = (
         torch.are_deterministic_algorithms_enabled(),
@@ -126,7 +126,7 @@ def differentiate(
 def write(
     function: Callable[..., Any], arguments: dict[str, Any], name: str, num_results: int = 0
 ) -> list[NDArray[Any]]:
-    """Call an operation that writes its argument `name` in place, and check that it wrote nothing outside it.
+    """Call an operation that writes its argument `name` in place, and check that nothing else was written.
 
     Returns the `num_results` other results, then the written arrays with their scale pages.
     """

@@ -38,7 +38,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
 # Texts that the interpreter prints for faults that do not raise.
 PRINTED_FAULTS = ("RACE DETECTED", "non-zero count")
 TIMEOUT = 300.0
-SLOWER = 5  # by default, divides the number of drawn batches
+SLOWER = 5  # the default number of drawn batches is divided by this
 
 
 def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any) -> Any:
@@ -49,7 +49,7 @@ def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any)
 
 
 def _compiling_once() -> Callable[..., None]:
-    """A function that runs a kernel's program on one core and compiles it once, not once per core."""
+    """A function that runs a kernel's program on one core. It compiles the program once for all cores."""
     jax = importlib.import_module("jax")
     programs: dict[int, tuple[Any, Any]] = {}
     one_at_a_time = threading.Lock()
@@ -73,7 +73,7 @@ def interpreting(mode: str, cores: int = 1) -> Iterator[None]:
     threads = importlib.import_module("jax._src.pallas.mosaic.interpret.thread_map")
     clip = functools.partial(_no_step_back, clip=utils.clip_range_to_shape)
     parameters = tpu.InterpretParams(num_cores_or_threads=cores, **MODES[mode])
-    # Compile the interpreting program quickly: each one runs only a few times.
+    # Compile quickly rather than well, because each interpreting program runs only a few times.
     unoptimised = "jax_disable_most_optimizations"
     before = jax.config.read(unoptimised)
     jax.config.update(unoptimised, True)
@@ -179,7 +179,9 @@ def judged(
     timeout: float = TIMEOUT,
     command: Sequence[str] = (sys.executable, "-m", MODULE),
 ) -> Iterator[Verdict]:
-    """The verdicts of the named checks, run in a separate process; one that hangs is killed, and a new one continues.
+    """The verdicts of the named checks, run in a separate process.
+
+    A process that hangs is killed, and a new process continues with the next check.
 
     `timeout` applies to each check, in seconds. `command` starts the process, with this module's arguments appended.
     The process stays alive, so that the next call with the same arguments reuses it.
@@ -191,7 +193,7 @@ def judged(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the checks that are named on standard input; `judged` starts this."""
+    """Run the checks that are named on standard input; `judged` starts this in a separate process."""
     parser = argparse.ArgumentParser(prog=MODULE, description=__doc__)
     parser.add_argument("--backend", default="pallas")
     parser.add_argument("--mode", choices=list(MODES), default="on_wait")

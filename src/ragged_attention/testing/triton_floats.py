@@ -1,4 +1,4 @@
-"""Make Triton's interpreter convert and compute the floats that NumPy lacks as GPUs do.
+"""Make Triton's interpreter convert and compute narrow floats (bfloat16 and 8 bits), which NumPy lacks, like a GPU.
 
 The interpreter holds a bfloat16 as a uint16 and an 8-bit float as a uint8. Triton 3.6 to 3.9 truncate where a GPU
 rounds to nearest even, and they add, multiply, compare and `tl.dot` the codes as if they were integers. They also label
@@ -173,7 +173,7 @@ def _retyped(tensor: Any, handle: Any) -> Any:
 
 
 def _on_values(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a reduction or scan by one NumPy function, so that it works on the values of narrow floats."""
+    """Wrap a reduction or scan that uses one NumPy function, so that it works on the values of narrow floats."""
 
     @functools.wraps(method)
     def on_values(self: Any, tensor: Any, *others: Any, **named: Any) -> Any:

@@ -5,7 +5,7 @@ interpreter goes through all of `triton.language` to replace functions that it a
 in 64 bits whether a sum, difference or product of integers overflows, and ignores the answer unless debugging is on.
 Each time it needs the NumPy dtype for one of Triton's dtypes, it builds a dictionary of all of them.
 
-`triton_floats` replaces its conversions of floats and its arithmetic in bfloat16 and 8-bit floats.
+`triton_floats` replaces the interpreter's conversions of floats and its arithmetic in bfloat16 and 8-bit floats.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ def _look_up_once(interpreter: Any) -> None:
     look_up, dtypes = interpreter._get_np_dtype, {}
 
     def look_up_once(dtype: Any) -> Any:
-        name = dtype.scalar.name  # dtypes of blocks have no hash
+        name = dtype.scalar.name  # the key is the name, because dtypes of blocks have no hash
         if name not in dtypes:
             dtypes[name] = look_up(dtype)
         return dtypes[name]

@@ -1,4 +1,4 @@
-"""Run a check and tell whether it passed, was declined or failed."""
+"""Run a check and determine whether it passed, was declined or failed."""
 
 import contextlib
 import dataclasses
@@ -91,7 +91,7 @@ def _diagnosed(runner: Runner, failure: Failure | None) -> tuple[str, tuple[str,
 
 
 def _described(error: Exception) -> str:
-    """The text of an error, without Hypothesis's note of the batch if the verdict has a shorter form of it."""
+    """The text of an error, without Hypothesis's note of the batch if the verdict has the batch in a shorter form."""
     known = hasattr(error, "failure")
     notes = [note for note in getattr(error, "__notes__", ()) if not (known and note.startswith("Failing test case"))]
     lines = [f"{type(error).__name__}: {error}", *notes]

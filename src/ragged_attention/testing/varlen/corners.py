@@ -104,7 +104,8 @@ VARLENS: dict[str, VarlenSpec] = {
     "ALiBi, sm_scale 0": VarlenSpec(lens=((70, 70),), alibi="usual", sm_scale=0.0, causal=True, dtype="float16"),
     "ALiBi, sm_scale negative": VarlenSpec(alibi="mixed", sm_scale=-0.2, soft_cap=3.0, group=2),
     "a relative bias": VarlenSpec(lens=LONG, bias="shared", kv_heads=2, group=2, causal=True, dtype="bfloat16"),
-    # Shared tables have one column with seed 1 and 12 with seed 3; tables of each query have 40 and 12 with 1 and 5.
+    # The seed determines the number of columns: 1 (seed 1) or 12 (seed 3) in shared tables, and 40 (seed 1) or 12
+    # (seed 5) in tables of each query.
     "a relative bias, not causal": VarlenSpec(lens=((20, 70), (9, 4)), bias="shared", group=3, poison="nan", seed=3),
     "a relative bias of one column": VarlenSpec(lens=((20, 33), (4, 0), (9, 4)), bias="shared", poison="nan", seed=1),
     "a relative bias of each query": VarlenSpec(

@@ -94,9 +94,9 @@ def _varlen(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 
 def _varlen_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     batch = garbage_varlen(seed)
-    found = runner.backward(batch.backward(*batch.results()), options=options)
+    gradients = runner.backward(batch.backward(*batch.results()), options=options)
     if ascends(batch.forward):  # type: ignore[arg-type]
-        _expect_finite(found)
+        _expect_finite(gradients)
 
 
 def _sparse_backward(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def _share(lse: NDArray[Any], sinks: NDArray[Any] | None) -> NDArray[Any]:
     return np.where(lse == -np.inf, 0.0, share)
 
 
-# ---- both
+# ---- laws of both kinds of gradients
 
 
 def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
@@ -75,7 +75,7 @@ def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
 
 
 def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
-    """A sink of -inf changes nothing; with +inf, gradients come only from lse."""
+    """A sink of -inf changes nothing. With a sink of +inf, out is 0 and gradients come only from lse."""
     batch = built(spec).change(sinks=None)
     plain = runner.gradients(batch)
     of_lse = runner.gradients(batch.change(d_out=np.zeros_like(batch.d_out)))
@@ -173,13 +173,13 @@ def _belongs_to_all(name: str, gradient: NDArray[Any]) -> bool:
     return name == "sinks" or (name == "relative_bias" and gradient.ndim == 2)
 
 
-def _of_all(found: Gradients) -> dict[str, NDArray[Any]]:
-    return {name: array for name, array in found.of.items() if _belongs_to_all(name, array)}
+def _of_all(whole: Gradients) -> dict[str, NDArray[Any]]:
+    return {name: array for name, array in whole.of.items() if _belongs_to_all(name, array)}
 
 
-def _of_each(found: Gradients) -> Gradients:
-    gradients = {name: array for name, array in found.of.items() if not _belongs_to_all(name, array)}
-    return dataclasses.replace(found, of=gradients)
+def _of_each(whole: Gradients) -> Gradients:
+    gradients = {name: array for name, array in whole.of.items() if not _belongs_to_all(name, array)}
+    return dataclasses.replace(whole, of=gradients)
 
 
 def sequences_in_any_order(runner: Runner, spec: GradientSpec) -> None:
@@ -292,7 +292,7 @@ def packed_is_paged(runner: Runner, spec: VarlenSpec) -> None:
 
 
 def slopes_have_limits(runner: Runner, spec: GradientSpec) -> None:
-    """Slopes of 0 change nothing; very steep slopes leave a causal query only its own key, like a window of 1."""
+    """Slopes of 0 change nothing. Very steep slopes leave a causal query only its own key, like a window of 1."""
     batch = built(spec)
     batch = dataclasses.replace(batch, forward=batch.forward.masked(alibi_slopes=None, causal=True))
     none = np.zeros(spec.of.heads, np.float32)
@@ -301,7 +301,10 @@ def slopes_have_limits(runner: Runner, spec: GradientSpec) -> None:
 
 
 def groups_share_a_head(runner: Runner, spec: GradientSpec) -> None:
-    """Heads that share a KV head have the same results as with copies of it, whose gradients are summed."""
+    """Query heads that share a KV head have the same results as with separate copies of it.
+
+    The KV head's gradients are the sums of the copies' gradients.
+    """
     batch: Any = built(spec)
     copies = {name: np.repeat(getattr(batch.forward, name), spec.of.group, axis=1) for name in ("k", "v")}  # type: ignore[union-attr]
     if (lists := batch.forward.selected) is not None and lists.shape[1] > 1:
@@ -368,7 +371,7 @@ def lengths_cut_lists(runner: Runner, spec: GradientSpec) -> None:
 
 
 def tokens_add_up(runner: Runner, spec: GradientSpec) -> None:
-    """With the tokens divided among two calls, the gradients of rows and sinks add up."""
+    """If tokens are divided between two calls, the gradients of rows and sinks add up to those of one call."""
     batch = built(spec)
     whole, middle = runner.gradients(batch), len(batch.d_out) // 2
     halves = []

@@ -75,7 +75,7 @@ def check_gradients(runner: Runner, batch: GradientBatch, options: Mapping[str, 
 
 
 def check_same_bits(runner: Runner, batch: GradientBatch) -> None:
-    """Gradients have the same bits in every run, if `deterministic` or if the backend's dense gradients always do."""
+    """Gradients have the same bits in every run, if `deterministic` is set or the backend is in DETERMINISTIC."""
     always = batch.operation == "varlen_attention" and runner.backend in DETERMINISTIC
     call: BackwardBatch = batch.change(deterministic=not always).backward(*batch.results())
     first = runner.backward(call)

@@ -58,7 +58,7 @@ class VarlenBatch(Arrays):
         return self.q.shape[2] ** -0.5 if self.sm_scale is None else self.sm_scale
 
     def parts(self) -> list[tuple[slice, slice, NDArray[np.bool_]]]:
-        """For each sequence, its query rows, its keys, and whether a query sees a key, bool [K or 1, q_len, kv_len]."""
+        """The query rows and keys of each sequence, and whether a query sees a key, bool [K or 1, q_len, kv_len]."""
         edges = self.cu_q_lens, self.cu_kv_lens
         masks = self.causal, self.sliding_window, self.key_ranges, self.selected, self.block_size
         return list(sequences(*edges, len(self.q), len(self.k), *masks))
@@ -82,7 +82,7 @@ class VarlenBatch(Arrays):
         return unseen
 
     def unused_columns(self) -> NDArray[np.bool_]:
-        """Whether no query uses an entry of `relative_bias` for a key that it sees, in its shape."""
+        """Whether no query uses an entry of `relative_bias` for a key that it sees, in the shape of `relative_bias`."""
         assert self.relative_bias is not None
         unused: NDArray[Any] = np.ones(self.relative_bias.shape, bool)
         at_own = column_at_own(self.relative_bias, self.causal)
@@ -156,9 +156,9 @@ class VarlenSpec:
     sliding_window: int | None = None
     soft_cap: float | None = None
     sm_scale: float | None = None
-    sinks: str | None = None  # normal, -inf, +inf, mixed
-    alibi: str | None = None  # usual, mixed
-    bias: str | None = None  # relative bias: shared by all queries, or own for each
+    sinks: str | None = None  # kind of sinks: normal, -inf, +inf or mixed
+    alibi: str | None = None  # kind of ALiBi slopes: usual or mixed
+    bias: str | None = None  # relative bias: one table for all queries (shared) or one for each (own)
     ranges: str | None = None  # kind of key ranges, see `ranges_of`; they replace the masks above
     selection: Selection | None = None  # lists of key blocks, within the masks above
     deterministic: bool = False
