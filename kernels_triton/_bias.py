@@ -89,7 +89,7 @@ def with_table(logits, table, position, keys, BIAS: tl.constexpr):
 
 @triton.jit
 def capped_and_biased(logits, queries, keys, visible, FORM: tl.constexpr):
-    """(logits [rows, keys] with their soft cap and biases, the factor that converts them to base 2), before masks.
+    """(logits [rows, keys] with soft cap and biases but without masks, the factor that converts them to base 2).
 
     `queries` has the factors, slopes and tables of the rows. FORM says which of them the call has.
     """

@@ -43,7 +43,7 @@ from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, 
 MOST_SUMS = 2**24  # maximum floats in the rows of sums of all programs
 SMALLEST = 16  # queries of the smallest block
 WIDEST_HELD: tl.constexpr = tl.constexpr(384)  # maximum columns of a query plus its d_out in registers
-PROGRAMS = 2048  # programs of all heads, if there are enough blocks of queries; they fill any GPU
+PROGRAMS = 2048  # the intended number of programs, over all heads: enough to fill any GPU
 
 
 class QueryArrays(NamedTuple):
@@ -293,10 +293,11 @@ def bias_gradient(
 
 
 def block_sizes(call: Any, tile: Any) -> tuple[int, int]:
-    """(queries, keys) per block, from the sizes of a tile. Wide heads have smaller blocks, which fit the hardware.
+    """(queries, keys) per block, from the sizes of a tile.
 
-    A block has twice as many keys as queries. With as many keys as queries, the compiler would unroll the loop over
-    keys, which takes too many registers. Only wide heads in float32 have equal numbers.
+    Wide heads have smaller blocks, which fit registers and shared memory. A block has twice as many keys as queries.
+    With equal numbers, the compiler would unroll the loop over keys, which takes too many registers. Only wide heads in
+    float32 have as many keys as queries.
     """
     block_q, is_wide = min(tile.block_q, tile.block_kv), _varlen.columns(call) > WIDEST_HELD.value
     if is_wide and item_size(call.q) == 4:

@@ -83,7 +83,7 @@ def load_scale(scale_ptr, kv_head, factor, STRIDE: tl.constexpr):
 
 @triton.jit
 def divided(numbers, scale):
-    """float32 numbers divided by a scale, rounded once. A subnormal scale counts as a zero of its sign."""
+    """float32 numbers divided by a scale, rounded once. A subnormal scale counts as a zero with the same sign."""
     scale = tl.where(tl.abs(scale) < 1.1754943508222875e-38, scale * 0, scale)
     return tl.div_rn(numbers, scale - tl.zeros_like(numbers))  # `+` would turn -0 into +0
 
@@ -120,7 +120,8 @@ def halves_of_e4m3fnuz(stored):
     """e4m3fnuz codes [rows, columns] as float16, converted two at a time in 32-bit words.
 
     This differs from e4m3 in the exponent bias, 8, and in the only NaN, which has the code of -0. Adding 2^15 - 1 to a
-    magnitude carries into bit 15 unless the magnitude is 0. So a -0 is found and gets float16's NaN exponent.
+    magnitude carries into bit 15 unless the magnitude is 0. So the code of NaN is the one with its sign bit set and no
+    carry; it gets float16's NaN exponent.
     """
     halves = shifted_pairs(stored)
     nonzero = (halves & 0x7FFF7FFF) + 0x7FFF7FFF
@@ -246,7 +247,7 @@ def encode_float8(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 
 @triton.jit
 def e4m3_values(codes):
-    """e4m3 codes as exact float32, one code at a time. This serves scales, of which there are few."""
+    """e4m3 codes as exact float32, one code at a time. It is used for scales, of which there are few."""
     wide = codes.to(tl.uint16)
     half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
     value = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0

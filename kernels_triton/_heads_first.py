@@ -33,7 +33,7 @@ class HeadsFirstStrides:
 
 @triton.jit
 def live_rows(length, num_tokens, ALIGN: tl.constexpr):
-    """The number of a chunk's query tokens that belong to the sequence: all, or perhaps fewer with ALIGN "chunk"."""
+    """The number of a chunk's query tokens that exist. With ALIGN "chunk", the sequence may end within the chunk."""
     live = num_tokens
     if ALIGN == "chunk":
         live = tl.where(length > 0, (length - 1) % tl.maximum(num_tokens, 1) + 1, 0)

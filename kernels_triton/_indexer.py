@@ -41,7 +41,7 @@ class Shape(Constants):
     BLOCK_H: int
     D: int
     BLOCK_D: int
-    Q_FORMAT: str  # see `decode`; matrix units multiply codes of `e4m3_units` directly
+    Q_FORMAT: str  # see `decode`; with "e4m3_units", matrix units multiply e4m3 codes directly
     KEY_FORMAT: str
     PAGE_SIZE: int  # rows per page, or 0 if keys are packed
     PAGE_UNIT: int  # page strides are given in units of this many elements

@@ -77,7 +77,7 @@ def range_edges(start, stop, ranges, KIND: tl.constexpr, BLOCK: tl.constexpr, ED
 
 @triton.jit
 def exact_and_other_ends(edges, solid, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """(blocks at both ends for the exact loop, the same for the other masked loop); one of the loops gets none."""
+    """(end blocks for the exact loop, end blocks for the other masked loop); one of these loops gets no blocks."""
     return none_unless(solid == 0, end_blocks(edges, EXACT)), none_unless(solid, end_blocks(edges, BLOCK))
 
 

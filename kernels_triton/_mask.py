@@ -32,7 +32,7 @@ class MaskKind(Constants):
     HAS_WINDOW: bool
     HAS_DRAFT_MASK: bool = False  # if True, CAUSAL is False, because the draft mask decides which new keys a query sees
     RANGES: int = 0  # ranges of keys that each query has; if there are any, there are no other masks
-    HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a sequence's first keys can be hidden from a query
+    HAS_FIRST_KEY: bool = dataclasses.field(init=False)  # whether a window can hide a sequence's first keys
     HIDES: bool = dataclasses.field(init=False)  # whether anything but a draft mask can hide keys from a query
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class MaskKind(Constants):
 class Mask(NamedTuple):
     """The run-time values of a call's masks; those of an absent mask are not used."""
 
-    window: tl.tensor  # the maximum number of keys that a query sees up to and including its own
+    window: tl.tensor  # the maximum number of keys that a query sees, including its own key
     draft_ptr: Any = None  # the draft mask, one row for each query token
     draft_stride: Any = 0
     draft_width: Any = 0
@@ -78,7 +78,7 @@ class RowRanges(NamedTuple):
     last: tl.tuple
     whole_first: tl.tuple
     whole_last: tl.tuple
-    solid: tl.tensor  # whether some row surely sees each key in [first[i], last[i]), for all i
+    solid: tl.tensor  # whether it is certain that some row sees each key in [first[i], last[i])
 
 
 def key_limit(call: Any) -> int | None:

@@ -32,7 +32,7 @@ def expect_segments(tile: Any) -> None:
 
 @triton.jit
 def normalised(m_i, l_i, acc):
-    """(rows, their base-2 lse) of a softmax state. A row that has seen no key gets -inf."""
+    """(normalised rows, their base-2 lse) of a softmax state. A row that has seen no key gets the lse -inf."""
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
     return acc / l_i[:, None], tl.where(empty, float("-inf"), m_i + tl.math.log2(l_i))

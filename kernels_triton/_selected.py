@@ -60,7 +60,7 @@ class Visits(NamedTuple):
     num_blocks: tl.tensor
     begin: tl.tensor  # the program visits the steps [begin, end)
     end: tl.tensor
-    row: tl.tensor  # the program's rows, counted from the job's first one
+    row: tl.tensor  # the program's rows, counted from the job's first row
     token: tl.tensor  # the job's first query token
     position: tl.tensor  # the position of that token in its sequence
     num_old: tl.tensor  # the position of the sequence's first query of this step
@@ -69,7 +69,7 @@ class Visits(NamedTuple):
 
 @triton.jit
 def list_place(job, head, LISTS: tl.constexpr):
-    """The place of a job's list in the joined lists. All heads share a list if HEADS is 1."""
+    """The offset of a job's list in the joined lists. All heads share a list if HEADS is 1."""
     if LISTS.HEADS == 1:
         head = 0
     return (job.to(tl.int64) * LISTS.HEADS + head) * LISTS.STRIDE
@@ -137,7 +137,7 @@ def seers_of(visits, index, key, mask, LISTS: tl.constexpr):
 
     A query sees a key if its list names the key's block, and no mask hides the key from it.
 
-    `index` is as in `index_of_step`. The masks are at most a causal one and a window.
+    `index` is a result of `index_of_step`. There are no masks except causal ones and windows.
     """
     exists = index < visits.num_blocks
     before = tl.load(visits.ptr + LISTS.WIDTH + index, mask=exists, other=0)
@@ -154,8 +154,8 @@ def seers_of(visits, index, key, mask, LISTS: tl.constexpr):
 def keys_of_step(visits, block, step, mask, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
     """(key, whether some row of the job sees it, whether each row sees it) for the keys that a loop visits in a step.
 
-    `block` is as in `blocks_of_step`. The last result is [rows or 1, keys]. All results are computed from integers
-    alone, so that loads of keys do not wait for logits.
+    `block` is a result of `blocks_of_step`. The last result is [rows or 1, keys]. All results are computed from
+    integers alone, so that loads of keys do not wait for logits.
     """
     key = keys_of_blocks(block, step, LISTS, BLOCK_KV)
     exists = (key >= 0) & (key < visits.kv_len)

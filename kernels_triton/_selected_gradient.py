@@ -103,7 +103,7 @@ class Entries(NamedTuple):
     """The sorted entries that name the blocks of a program's keys."""
 
     codes_ptr: tl.tensor
-    order_ptr: tl.tensor  # the place of each entry in the lists
+    order_ptr: tl.tensor  # the index of each entry in the lists
     begin: tl.tensor
     end: tl.tensor
     code: tl.tensor  # the code of each key's block

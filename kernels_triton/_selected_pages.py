@@ -140,8 +140,8 @@ def selected_kernel(
     """Attend with BLOCK_Q rows of one job and KV head to one split of the job's blocks.
 
     If there is one split, its result is final. Otherwise a job is one token, and the split's normalised result goes to
-    parts [T, SPLITS, K, rows, DV], its base-2 lse to an array without the last axis. Tokens without a sequence see no
-    key.
+    parts [T, SPLITS, K, rows, DV], and its base-2 lse to an array without the last axis. Tokens without a sequence see
+    no key.
     """
     SHAPE: tl.constexpr = CONFIG.ATTENTION.SHAPE
     LISTS: tl.constexpr = CONFIG.LISTS

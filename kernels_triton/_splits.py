@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 
     cu_q_lens_ptr: tl.tensor
     kv_lens_ptr: tl.tensor
-    num_seqs: tl.tensor  # live sequences
+    num_seqs: tl.tensor  # the first `num_seqs` sequences are live
     max_num_seqs: tl.tensor  # rows of the page table
     num_tokens: tl.tensor
     capacity: tl.tensor  # keys that a row of the page table can address, or the total number of packed keys
@@ -157,7 +157,7 @@ def short_sequence(seq, batch, mask, KIND: tl.constexpr, DIVISION: tl.constexpr)
 
 @triton.jit
 def balanced_splits(batch, mask, num_splits, KIND: tl.constexpr, DIVISION: tl.constexpr):
-    """(splits of each sequence, blocks per split), with about `num_splits` splits in total; one per long sequence."""
+    """(splits of each sequence, blocks per split), with about `num_splits` in total. A long sequence has one."""
     BLOCK_KV: tl.constexpr = DIVISION.BLOCK_KV
     seqs = tl.arange(0, DIVISION.MAX_SEQS)
     _, q_len, _, first, last = short_sequence(seqs, batch, mask, KIND, DIVISION)

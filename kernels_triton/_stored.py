@@ -57,7 +57,7 @@ class Slots(NamedTuple):
 
 @triton.jit
 def addresses(first_ptr, page_stride, slot_stride, slots, PAGE_SIZE: tl.constexpr):
-    """The address of each key's row, given that of the first row. A page has one key if PAGE_SIZE is 0."""
+    """The address of each key's row, from the address of the first row. If PAGE_SIZE is 0, each key is a page."""
     pages = first_ptr + slots.page.to(tl.int64) * page_stride
     if PAGE_SIZE > 0:
         pages += (slots.keys % PAGE_SIZE).to(tl.int64) * slot_stride
@@ -150,7 +150,7 @@ def row_scales(pages, slots, MASKED: tl.constexpr, PAGE_SIZE: tl.constexpr, STOR
 
 @triton.jit
 def without_infinite(values, weights, logits):
-    """(values, with 0 for those that are not finite; weights, with NaN in rows that see values that are not finite).
+    """(values, weights): infinities and NaNs among values become 0, and weights of rows that see them become NaN.
 
     Otherwise a weight of 0 times such a value would be NaN in rows that do not see it, too.
     """

@@ -124,7 +124,7 @@ def launchable(call: Any, kernel: Any) -> str | None:
     device = call.device
     if device.platform == "cpu":
         if isinstance(kernel, triton.JITFunction):
-            return "a CPU runs Triton only by interpreter: set TRITON_INTERPRET=1 before triton is first imported"
+            return "a CPU runs Triton only in its interpreter: set TRITON_INTERPRET=1 before triton is first imported"
         return None
     if device.platform not in ("cuda", "rocm"):
         return f"expected a platform of cuda or rocm, got {device.platform}"

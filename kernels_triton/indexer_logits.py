@@ -62,8 +62,8 @@ def why_not(call: IndexerCall) -> str | None:
 def heuristic(call: IndexerLogits) -> Tile:
     """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's.
 
-    A call with lists of keys runs the list kernel. It has the sizes of the walk kernel, because its tokens share no
-    keys either.
+    A call with lists of keys runs the list kernel. It has the sizes of the walk kernel, because tokens share no keys in
+    either kernel.
     """
     return tile_for(call, call.listed or decodes(call))
 
@@ -105,7 +105,7 @@ def sizes(call: Any, walk: bool) -> tuple[int, int, int]:
     if not arch.startswith("sm_"):
         return 64, 4, 2
     if walk and item_size(call.q) == 2 and call.key_dtype == "float8_e4m3fn":
-        return 64, 4, 3  # decoding takes registers: a multiprocessor fits 4 programs of 64 keys, 2 of 128
+        return 64, 4, 3  # decoding takes registers: 4 programs of 64 keys fit a multiprocessor, but only 2 of 128
     if walk or (arch in WGMMA and call.head_dim <= 128):
         return 128, 4, 3
     if item_size(call.q) == 1 and not has_units(call) and call.num_heads <= MAX_HEADS:
@@ -221,8 +221,8 @@ def enqueue(
     """Enqueue the logits of `num_rows` tokens; returns the array to which they are written.
 
     This is `target` or, if it is None, a new array [rows, row_stride], where `rows` is `num_rows` by default. With
-    `fill`, all logits are written; otherwise only those of seen keys and, if tokens have lists of candidates, only
-    those of candidates.
+    `fill`, all logits are written; otherwise only the logits of seen keys or, if tokens have lists of candidates, of
+    seen candidates.
     """
     candidates = getattr(work.call, "candidate_blocks", None)
     common = {

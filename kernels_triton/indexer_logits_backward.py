@@ -4,7 +4,7 @@ A program of the *query* kernel has a block of one token's heads and visits the 
 their products and sums the gradients of the queries and the weights in registers. The gradients of keys are sums over
 tokens, which are added in an order that depends on the ranges or lists alone:
 
-* If tokens have ranges, a program of the *key* kernel holds a block of keys and visits the tokens that see some of it.
+* If tokens have ranges, a program of the *key* kernel holds a block of keys and visits the tokens that see one of them.
 * If tokens have lists, the query kernel also writes a separate row for each entry, for a chunk of tokens at a time.
   Kernels of `sparse_mla_prefill_backward` then add up the rows of the entries that name one key.
 """
@@ -187,7 +187,7 @@ def key_kernel(
     num_tokens, num_kv_tokens, longest, d_logits_stride, q_token_stride, q_head_stride, weights_stride, slot_stride,
     scale_slot_stride, RELATIVE: tl.constexpr, SHAPE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a block of keys over the tokens whose ranges include some of it."""
+    """Compute the gradients of a block of keys over the tokens whose ranges include one of the keys."""
     tile_start = tl.program_id(0) * BLOCK_N
     operands = Operands(
         Queries(q_ptr, q_token_stride, q_head_stride, weights_ptr, weights_stride),

@@ -400,7 +400,7 @@ def division_of(call: RaggedMlaAttention, tile: Tile, block_kv: int, *, splits: 
 def launch_arguments(
     call: RaggedMlaAttention, tile: Tile, sizes: Sizes, shared: Shared, division: Division, *, short: bool, long: bool
 ) -> dict[str, Any]:
-    """The options and constants of a launch for short sequences, long ones, or both."""
+    """The options and constants of a launch for short sequences, long sequences, or both."""
     # If each block has heads of one token only, all of its rows see the same keys, and the loop needs no masks.
     mixed, mask = call.num_q_heads % sizes.rows != 0, shared.constants["MASK"].plain
     queries = cdiv(sizes.rows, call.num_q_heads) + (sizes.rows % call.num_q_heads > 1) if mixed else 1

@@ -45,7 +45,7 @@ def quantized_rows(k_ptr, token, token_stride, live, POWER_OF_TWO: tl.constexpr,
     scale = group_scales(values, POWER_OF_TWO)
     scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
     code = encode_float8(scaled, 3, 7, 0x7E)
-    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # the sign of NaN differs between devices
+    return tl.where(scaled == scaled, code, 0x7F).to(tl.uint8), scale  # one code for NaNs: their sign is not portable
 
 
 @triton.jit(do_not_specialize=VARYING)

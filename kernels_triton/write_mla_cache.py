@@ -66,7 +66,8 @@ def store_bytes(target, values, mask, COUNT: tl.constexpr):
 def group_scales(values, POWERS: tl.constexpr):
     """The scale of each row of float32 values: its largest magnitude divided by 448, but at least 1e-4.
 
-    If POWERS, scales are rounded up to powers of two. A row with NaN or infinity has a scale of NaN or infinity.
+    If POWERS, scales are rounded up to powers of two. A row with a NaN has the scale NaN. Any other row with an
+    infinity has the scale infinity.
     """
     magnitude = values.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as an integer, NaN is the largest
     largest = tl.max(magnitude, 1)
@@ -88,7 +89,7 @@ def write_group(values, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
     scale = group_scales(values, POWERS)
     scaled = tl.div_rn(values, scale[:, None] + tl.zeros_like(values))
     code = encode_float8(scaled, 3, 7, 0x7E)
-    code = tl.where(scaled == scaled, code, 0x7F).to(tl.uint8)  # the sign of NaN differs between devices
+    code = tl.where(scaled == scaled, code, 0x7F).to(tl.uint8)  # one code for NaNs: their sign is not portable
     store_bytes(target, code, live, 1)
     bits = scale.to(tl.uint32, bitcast=True)
     if E8M0:
@@ -99,7 +100,7 @@ def write_group(values, target, scale_target, live, POWERS: tl.constexpr, E8M0: 
 
 @triton.jit
 def write_group_of_4_bits(values, target, scale_target, live):
-    """Store a group of columns as e2m1 with e4m3 scales: a row's largest magnitude / 6, or NaN if the row has a NaN."""
+    """Store a group of columns as e2m1. A row's e4m3 scale is its largest magnitude / 6, or NaN if it has a NaN."""
     values = values.to(tl.float32)
     largest = tl.max(values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # as an integer, NaN is the largest
     nan = largest > 0x7F800000
@@ -123,7 +124,7 @@ def write_rotary(values, target, live):
 
 @triton.jit
 def scale_of_columns(scale, rope_scale, ROPE_START: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    """The scale of each of WIDTH columns: `rope_scale` from ROPE_START on. It is one number if all columns share it."""
+    """The scale of each of WIDTH columns: `rope_scale` from ROPE_START on, else `scale`. A single scale is a number."""
     if ROPE_START < WIDTH:
         scale = tl.where((tl.arange(0, WIDTH_PAD) < ROPE_START)[None, :], scale, rope_scale)
     return scale

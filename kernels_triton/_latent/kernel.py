@@ -182,7 +182,7 @@ def latent_kernel(
 
 
 def capped_scale(scale: float, soft_cap: float | None) -> tuple[dict[str, float], float]:
-    """The kernels' arguments for `Scales`, and the constant CAP_UNIT."""
+    """(the kernels' arguments for `Scales`, the constant CAP_UNIT)."""
     unit = 1.0 if soft_cap is None or soft_cap < 1 else 0.0625  # as in `unit_under_cap`
     factor = LOG2E.value if soft_cap is None else unit
     return {"logit_scale": scale * factor, "soft_cap": (soft_cap or 1.0) * unit}, unit

@@ -281,7 +281,7 @@ def decodes_first(call: Any) -> bool:
     """Whether a sparse prefill decodes its quantised cache once in advance, instead of once for each list entry.
 
     It does so only on Hopper with tiles of 64 rows, where measurements showed this to be faster. The estimate includes
-    list entries that name no slot, because the host cannot tell them apart.
+    list entries that name no slot, because the host cannot distinguish them from other entries.
     """
     if not call.kv_format.quantized or dtype_name(call.q) != "bfloat16" or call.d_v > 512:
         return False
