@@ -2,8 +2,8 @@
 
 The kernel divides work as `ragged_paged_attention` does, and uses the loop over keys of `_latent`. The rows of a
 sequence are its query tokens times the heads; all of them share its keys. A program computes a block of rows. For a
-long sequence the program visits all keys that the rows see. For a short one (decode, speculative decode) it visits one
-KV split, and `combine_kernel` merges the splits.
+long sequence the program visits all keys that the rows see. For a short sequence (decode, speculative decode), it
+visits one KV split, and `combine_kernel` merges the splits.
 
 If the tiles for long and short sequences are equal, or if the host expects short sequences only, one launch has
 programs for both kinds. Otherwise there are two launches.

@@ -1,11 +1,11 @@
 """The gradient of attention over packed sequences in Triton. Kernels recompute the weights from the log-sum-exp.
 
-One kernel computes a few numbers per row. Another one computes dq: a program holds a block of rows and visits the keys
-that they see. A third one computes dk and dv: a program holds a block of keys and visits the rows that see them. A
-single kernel for all gradients, which adds to dq in memory, would need two products fewer. But its results would vary
-from run to run. These kernels are deterministic. If the gradient of a relative bias is requested, `_bias_gradient`
-computes it in one more kernel, which repeats two of the five products. Other calls would become slower if an existing
-kernel computed it.
+The first kernel computes a few numbers per row. The second kernel computes dq: a program holds a block of rows and
+visits the keys that they see. The third kernel computes dk and dv: a program holds a block of keys and visits the rows
+that see them. A single kernel for all gradients, which adds to dq in memory, would need two products fewer. But its
+results would vary from run to run. These kernels are deterministic. If the gradient of a relative bias is requested,
+`_bias_gradient` computes it in one more kernel, which repeats two of the five products. Other calls would become slower
+if an existing kernel computed it.
 """
 
 import dataclasses
