@@ -1,6 +1,7 @@
 """Helpers that run Python programs, such as those in tests/programs, in separate processes.
 
-In these processes Triton compiles kernels. It decides whether to interpret them when it is first imported.
+Triton compiles kernels in these processes. A process cannot switch between compiling and interpreting, because Triton
+decides between the two when it is first imported.
 """
 
 import os
@@ -14,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def apart(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """The result of Python with these arguments, run in the project's root; `variables` extend the environment."""
+    """A finished Python process with these arguments, run in the project's root; `variables` extend the environment."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
     environ |= {"TRITON_DEFAULT_FP_FUSION": "1"} | variables  # Triton's default, set here to silence its warning
@@ -24,7 +25,7 @@ def apart(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 
 def printed(*arguments: str, **variables: str) -> str:
-    """The standard output of such a process, which must exit with status 0."""
+    """The standard output of a process that `apart` runs, which must exit with status 0."""
     done = apart(*arguments, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

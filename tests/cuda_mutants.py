@@ -81,7 +81,7 @@ NONE = '#include "api.h"\nextern "C" int ra_{unit}(RaLatent const*, void*) {{ re
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A header, the text that is replaced wherever it occurs in it, and the kind of kernel that is built with it."""
+    """A planted fault: all occurrences of `honest` in a header become `faulty`. `kind` is the kernel that is built."""
 
     file: str
     honest: str
@@ -118,8 +118,8 @@ MUTANTS = {
     "copies are not fenced": Mutant(
         "sm90/seesaw.h", "      op::fence_async_shared();  // cp.async writes through the generic proxy\n", "", "lists"
     ),
-    # This mutant needs eager products: late ones are computed after the fence that the reader issues for the rotary
-    # columns.
+    # This mutant needs eager products. Late products are computed after the reader's fence for the rotary columns. That
+    # fence would hide the missing one.
     "codes are not fenced": Mutant(
         "sm90/fp8_decode.h", "    op::fence_async_shared();\n    s.full[stage][H]", "    s.full[stage][H]", "fp8",
         mode="eager",
@@ -247,8 +247,8 @@ MUTANTS = {
         "sm90/latent.h", " * float(kLog2e) - reference[R])", " * float(kLog2e))"
     ),
 }  # fmt: skip
-# Faults that no result shows, because in the emulation the threads of a block happen to run in a good order.
-# ThreadSanitizer reports them.
+# Faults that leave all results right, because the emulation happens to run the threads of a block in a safe order.
+# ThreadSanitizer reports these faults.
 RACES = {
     "the sums are not waited for": Mutant("sm90/seesaw.h", "both_sync(kSums);", "both_arrive(kSums);"),
     "the next segment's sums come early": Mutant(
@@ -288,7 +288,7 @@ def build(mutant: Mutant, folder: Path, sanitized: bool) -> None:
 
 
 def judge(mutant: Mutant, folder: Path, flags: tuple[str, ...], modes: Sequence[str], most: int) -> str:
-    """The first failure of a built library among its first `most` checks in `modes`, with its message, or ""."""
+    """The first failing check among the library's first `most` checks, in each of `modes`, with its message, or ""."""
     built = _native.emulation(flags, folder)
     _native.emulation = lambda *_: built
     known = {str(check): check for check in checks()}

@@ -20,7 +20,7 @@ class Items:
         self.log, self.pending = log, ""
         if "never" in options:
             raise ImportError("no such library")
-        if "once" in options:  # the first process starts, later ones fail
+        if "once" in options:  # the first process starts, and later processes fail
             with open(f"{log}.started", "a+") as file:
                 file.seek(0)
                 if file.read():

@@ -84,7 +84,7 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
 
 # ---- attention divided by heads
 
-WITHOUT_HEADS = {  # operations that have no heads to divide, or that need all heads to select
+WITHOUT_HEADS = {  # operations without heads to divide, and operations that need all heads for their selection
     "make_decode_schedule", "page_indices_to_slots", "top_k_indices", "indexer_topk", "attention_target",
     "quantize_indexer_keys",
     "write_indexer_cache", "quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv",
@@ -95,7 +95,7 @@ SUMS_OVER_HEADS = ("indexer_logits", "indexer_logits_backward", "sparse_mla_pref
 
 
 def check_heads() -> list[str]:
-    """Every operation over eight devices gives the bits of one device, without communication.
+    """Every operation over eight devices gives the same bits as on one device, without communication.
 
     The operations in SUMS_OVER_HEADS are the exception: they need one all-reduce, and their results are close. Returns
     the operations whose results are divided among the devices.
@@ -130,7 +130,7 @@ def check_heads() -> list[str]:
 
 
 def check_writes_over_heads() -> list[str]:
-    """Calls that write a cache give over two devices what they give on one, whether or not the cache is divided.
+    """Calls that write a cache give the same results over two devices as on one, whether the cache is divided or whole.
 
     The devices exchange nothing. Returns the operations that wrote a whole cache.
     """
@@ -206,7 +206,7 @@ def check_without_exceptions() -> None:
 
 
 def check_the_mesh_in_force() -> None:
-    """`over_heads` without a mesh takes the mesh in force, here one of explicit axes.
+    """`over_heads` without a mesh uses jax's current mesh, here a mesh with explicit axes.
 
     Arrays that are placed differently are moved, and the results are sharded over heads.
     """
@@ -255,7 +255,7 @@ def own_caches(rule: KvShard, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]
             own = rule.at(rank).local(np.arange(length, dtype=np.int32))
             assert (own >= 0).sum() == rule.at(rank).lengths(np.asarray(length))
             flat[table[seq, own[own >= 0] // PAGE] * PAGE + own[own >= 0] % PAGE] = rows[seq, :length][own >= 0]
-        table[:, -1] = 10**6  # no call may look up this column
+        table[:, -1] = 10**6  # not a page: no call may read this column
         all_pages.append(flat.reshape(-1, PAGE, *rows.shape[2:]))
         tables.append(table.astype(np.int32))
     return np.stack(all_pages), np.stack(tables)

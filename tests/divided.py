@@ -63,7 +63,8 @@ def random_ranges(tokens: int, longest: int) -> Any:
 def writing_calls() -> Iterator[tuple[str, dict[str, Any], bool]]:
     """Calls that write a cache: the operation, the arguments, and whether each rank has the whole cache.
 
-    Two ranks can divide the heads. Each call occurs with two KV heads, if it has them, and with one.
+    Each call is yielded with one KV head, so that each rank has the whole cache. A call that has two KV heads, which
+    two ranks can divide, is also yielded with both.
     """
     from tests.test_features import CALLS_WITH, SCALED_PAGES, TABLES, floats  # needs pytest
 

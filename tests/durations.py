@@ -20,12 +20,12 @@ TESTS = Path(__file__).parent
 FILE = TESTS / "durations.json"
 QUICK = 1.0  # a group that takes fewer seconds is quick
 PROPERTY = "group"
-EACH = "each: "  # precedes, in a group's brackets, the value of `each` that its cases share
+EACH = "each: "  # in a group's name, the prefix of the value of `each` that all its cases share
 
 
 @dataclass(frozen=True)
 class Durations:
-    """The number of cases and the seconds of a case for each slow group; the seconds of quick groups for each file."""
+    """For each slow group its number of cases and the seconds of a case; for each file the seconds of quick groups."""
 
     slow: Mapping[str, tuple[int, float]]
     quick: Mapping[str, float]
@@ -58,7 +58,7 @@ def known() -> Durations:
 
 
 def group_of(node: str, check: str = "", value: str = "") -> str:
-    """The group of a test, from its id and from the suite's check that it runs or its value of `each`."""
+    """The group of a test, given its id and either the suite's check that it runs or its value of `each`."""
     node = node.removeprefix("tests/")
     if value:
         return f"{node.partition('[')[0]}[{EACH}{value}]"

@@ -37,7 +37,7 @@ def can_be_far(tensor: torch.Tensor, axis: int) -> bool:
 
 
 def along(value: Any, axis: int) -> Any:
-    """An argument whose tensors have far-apart entries along `axis`, except tensors without such an axis."""
+    """A copy of an argument whose tensors, if they have the axis, have far-apart entries along it."""
     if isinstance(value, tuple):
         return tuple(along(item, axis) for item in value)
     if isinstance(value, torch.Tensor) and axis < value.dim() and can_be_far(value, axis):

@@ -129,11 +129,11 @@ def batch(
     indices = torch.cat([order[:used], torch.tensor([2**31 - 1, -7], dtype=torch.int32)])
     last = torch.tensor(
         [(kv_len - 1) % page_size + 1 for _, kv_len in lens], dtype=torch.int32
-    )  # page_size if empty, not 0
+    )  # an empty request has page_size here, not 0
     q = normal(int(edges[-1]), heads, dim).to(dtype)
     return Batch(q, cache, keys, values, edges, indptr, indices, last, lens, heads, kv_heads, dim, page_size, dtype)
 
 
 def same(got: Any, want: Any, dtype: torch.dtype = torch.float32) -> None:
-    """Assert that a result agrees with the exact one within the bounds for its dtype."""
+    """Assert that a result agrees with the exact result within the bounds for its dtype."""
     assert agrees(got.double().numpy(), want.double().numpy(), str(dtype).rpartition(".")[2])

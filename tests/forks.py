@@ -15,7 +15,7 @@ from multiprocessing.context import BaseContext
 import torch
 
 torch.set_num_threads(2)
-if __name__ != "__mp_main__":  # a child imports the module under this name, and starts no threads
+if __name__ != "__mp_main__":  # the name under which a child process imports this module: no threads there
     torch.ones(2_000_000).exp_()
 
 
@@ -28,7 +28,7 @@ def expect_right() -> None:
 
 
 def expect_right_in_copies() -> None:
-    """Check a call in two children of this process, and in a child of each."""
+    """Check a call in two child processes, and in a child process of each of them."""
     for _ in range(2):
         expect_right_in_a_copy(lambda: (expect_right(), expect_right_in_a_copy(expect_right)))
 
@@ -36,7 +36,7 @@ def expect_right_in_copies() -> None:
 def expect_right_in_a_copy(function: Callable[[], object]) -> None:
     child = os.fork()
     if not child:
-        signal.alarm(40)  # ends a child that waits for a thread that the fork did not copy
+        signal.alarm(40)  # ends the child if it waits for a thread that the fork did not copy
         code = 3
         try:
             function()
@@ -107,7 +107,8 @@ def main() -> None:
     import ragged_attention.torch  # noqa: F401
 
     expect_right_in_copies()  # before the first call
-    beside(expect_right, expect_right_in_copies, lambda: "numba" in sys.modules)  # during it, in another thread
+    # during the first call, which runs in another thread
+    beside(expect_right, expect_right_in_copies, lambda: "numba" in sys.modules)
     expect_right_in_copies()  # after the first call
     ended = threading.Event()
 
@@ -121,7 +122,7 @@ def main() -> None:
         ended.set()
 
     beside(call_all_the_time, fork_all_the_time, lambda: True)
-    beside(expect_right_in_copies, expect_right, lambda: True)  # here the other thread forks
+    beside(expect_right_in_copies, expect_right, lambda: True)  # the other thread forks, and this one calls
     fork_while_compiling()
     expect_right_in_a_process(multiprocessing.get_context("fork"))
     server = multiprocessing.get_context("forkserver")

@@ -15,7 +15,7 @@ SOURCES = Path(__file__).parent.parent / "kernels_pallas"
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A Pallas module, the text that is replaced wherever it occurs in it, and checks at least one of which fails."""
+    """A planted fault: all occurrences of `original` in a Pallas module become `faulty`. One of `checks` must fail."""
 
     module: str
     original: str

@@ -113,7 +113,7 @@ def decode(fault: str) -> Callable[..., Any]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> Runner:
-    """A runner of the backend, with a fault if one is named."""
+    """A runner of the backend, with the named fault, or without a fault if `fault` is the empty string."""
 
     def run(call: Any, tile: Any, launch: Any) -> Any:
         del tile

@@ -103,12 +103,12 @@ def evaluate(code: str, *inputs: Any, result: str, shared: int = 0) -> NDArray[A
 
 
 def texts_of(outcome: Outcome) -> str:
-    """The texts of all reports, one a line."""
+    """The texts of all reports, one per line."""
     return "\n".join(report.text for report in outcome.reports.values())
 
 
 def without(body: str, mark: str, instead: str = "") -> str:
-    """The body without the one line that ends in `// <mark>`, which `instead` replaces."""
+    """The body with the single line that ends in `// <mark>` replaced by `instead`."""
     lines = [line for line in body.split("\n") if line.rstrip().endswith(f"// {mark}")]
     assert len(lines) == 1, f"{len(lines)} lines are marked {mark}"
     return body.replace(lines[0], instead)

@@ -108,7 +108,7 @@ def refused(match: str, function: Callable[..., Any], *arguments: Any, **keyword
 
 
 def operator_call(operation: str, size: int) -> tuple[dict[str, Any], list[Any]]:
-    """An operation's arguments, whose heads can be divided among `size` ranks: by name, and flat for its operator."""
+    """An operation's arguments by name, and as its operator's flat list. `size` ranks can divide their heads."""
     arguments = {
         name: tuple(map(torch.from_numpy, value)) if isinstance(value, tuple)
         else torch.from_numpy(value) if hasattr(value, "shape") else value
@@ -118,7 +118,7 @@ def operator_call(operation: str, size: int) -> tuple[dict[str, Any], list[Any]]
 
 
 def check_heads(rank: int, size: int) -> Any:
-    """Every operator on DTensors that are sharded over heads gives the bits of one device, without communication.
+    """Every operator on DTensors sharded over heads gives the same bits as on one device, without communication.
 
     Results that are partial sums are only close. Returns the operations that have sharded results.
     """
@@ -242,7 +242,7 @@ def check_writes_over_heads(rank: int, size: int) -> None:
 
 
 def check_whole_caches(rank: int, size: int) -> list[str]:
-    """Calls that write a cache give on DTensors what they give on one device, whether or not the cache is divided.
+    """Calls that write a cache give the same results on DTensors as on one device, with a divided or a whole cache.
 
     The ranks exchange nothing. Returns the operations that wrote a whole cache. Two ranks can run it.
     """
@@ -308,7 +308,7 @@ def check_what_heads_refuse(rank: int, size: int) -> None:
     one, two = (distribute_tensor(torch.zeros(5, heads, 16), mesh, [Shard(1)], src_data_rank=None) for _ in "ab")
     refused("expected v to be a DTensor, as other arrays of the call are, got a Tensor",
             rt.varlen_attention, one, two, torch.zeros(5, heads, 16), edges, edges)  # fmt: skip
-    if size > 1:  # each rank has one local list and would take it for a list that all its heads share
+    if size > 1:  # otherwise each rank would take its one local list for a list that all its heads share
         what = f"one list for all KV heads or one for each of num_kv_heads={heads}, got {size}"
         lists = {"selected": torch.zeros(5, size, 1, dtype=torch.int32), "block_size": 8}
         refused(f"expected selected to have {what}", rt.varlen_attention, one, two, two, edges, edges, **lists)
@@ -356,7 +356,7 @@ def own_cache(shard: KvShard, rows: torch.Tensor) -> tuple[torch.Tensor, torch.T
 def check_decode(rank: int, size: int) -> None:
     """Decode and drafts over the pages of several ranks give the result of one device.
 
-    The bits are those of a merge in order of rank.
+    The results are bitwise equal to a merge of all ranks' partial results in the order of ranks.
     """
     torch.manual_seed(2)
     rows = torch.randn(len(LENS), max(LENS), 2 * KV_HEADS, WIDTH)
@@ -590,12 +590,10 @@ def check_varlen(rank: int, size: int) -> None:
     order = rd.zigzag_part(torch.arange(4 * size))
     same(order, torch.tensor([2 * rank, 2 * rank + 1, 4 * size - 2 * rank - 2, 4 * size - 2 * rank - 1]), "zigzag")
     own = [rd.zigzag_part(leaf).requires_grad_() for leaf in leaves[:3]]
-    tunables = {
-        "backend": "numba",
-        "options": {"block_kv": 32},
-    }  # for the forward pass only: the backward pass has other options
+    # These tunables are for the forward pass only, because the backward pass has other options.
+    tunables = {"backend": "numba", "options": {"block_kv": 32}}
     rd.context_parallel_varlen_attention(*own, edges, **tunables).sum().backward()
-    with ra.use_backend("eager"):  # a context of this thread, not of the thread in which autograd runs
+    with ra.use_backend("eager"):  # in force in this thread only: autograd runs in another thread
         rd.context_parallel_varlen_attention(*own, edges).sum().backward()
     half = [leaf.to(torch.bfloat16) for leaf in leaves[:3]]
     found = rd.zigzag_whole(rd.context_parallel_varlen_attention(*map(rd.zigzag_part, half), edges))
@@ -607,7 +605,7 @@ def check_varlen(rank: int, size: int) -> None:
 
 
 def moved(work: Callable[[], Any]) -> int:
-    """The bytes that this rank's process writes to others during `work`, without any output of its own."""
+    """The bytes that this rank's process writes during `work`. The process prints nothing, so all are sent to ranks."""
     work()  # opens the connections
     dist.barrier()
     bytes_before = written_bytes()
@@ -656,7 +654,7 @@ def check_memory(rank: int, size: int) -> dict[str, int]:
 def check_death(rank: int, size: int) -> None:
     """If a rank dies in the middle of a call, the others raise an error and do not wait."""
     if rank == size - 1:
-        for other in range(rank):  # each sends after it has connected to all ranks
+        for other in range(rank):  # each rank sends only after it has connected to all ranks
             dist.recv(torch.zeros(1), other)
         os._exit(3)
     dist.send(torch.zeros(1), size - 1)
@@ -706,7 +704,7 @@ def work(rank: int, size: int, checks: list[str], rendezvous: str) -> None:
     except BaseException:
         traceback.print_exc()
         sys.stdout.flush()
-        os._exit(1)  # at once: a regular exit could wait for ranks that wait for this one
+        os._exit(1)  # a regular exit could wait for ranks that wait for this rank
     sys.stdout.flush()
     dist.barrier()  # gloo aborts ranks that still communicate with a rank that has left
     dist.destroy_process_group()

@@ -1,9 +1,9 @@
 """A comparison of attention whose heads are sharded over eight simulated devices with unsharded attention.
 
 Run it as a script. `python -m tests.sharded xla` prints whether the results have the same bits, and their largest
-difference. With a mode of the TPU interpreter instead of `xla`, it runs the Pallas kernel; the interpreter needs a
-thread for each device at once. `python -m tests.sharded explicit` calls attention on a mesh of explicit axes and prints
-the error messages of each backend and the largest difference.
+difference. With a mode of the TPU interpreter instead of `xla`, it runs the Pallas kernel. The interpreter needs one
+thread per device, all at the same time. `python -m tests.sharded explicit` calls attention on a mesh of explicit axes.
+It prints the error messages of each backend and the largest difference.
 """
 
 import contextlib

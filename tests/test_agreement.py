@@ -9,7 +9,7 @@ from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runner import Absent, Runner, runner_for
 from ragged_attention.testing.suite import agreement, corners
 
-# The fraction of random batches, for runners that are slow because they compile or interpret each batch anew.
+# The fraction of the random batches that slow runners run. They are slow because they compile or interpret each batch.
 PACE = {"jax-xla": 0.12, "torch-triton": 0.12, "jax-triton": 0.12, "jax-reference": 0.4}
 
 

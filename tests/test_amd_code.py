@@ -19,8 +19,8 @@ from ragged_attention.kernels_triton._formats import decode, encode, number_form
 
 MI300X, MI355X = CHIPS["gfx942"], CHIPS["gfx950"]
 
-# Two nested loops. The inner one multiplies: it requests the next keys and a page number, reads the present keys,
-# multiplies, and stores the keys that have arrived.
+# Two nested loops. The inner loop requests the next keys and a page number, reads the current keys, multiplies, and
+# stores the keys that have arrived.
 CODE = """
 	.text
 kernel:                                 ; @kernel
@@ -95,7 +95,7 @@ def test_registers_of_both_files() -> None:
 def test_cycles_by_hand() -> None:
     got = gcn.busy(inner(), num_warps=8, chip=MI300X)  # two waves on each SIMD
     assert got == {"matrices": 2 * 32, "vectors": 2 * (16 + 4), "LDS": 8 * (2 * 2 + 64 * (16 + 4) / 128)}
-    got = gcn.busy(inner(), num_warps=4, chip=MI355X)  # exponentials and reads are twice as fast
+    got = gcn.busy(inner(), num_warps=4, chip=MI355X)  # on MI355X, exponentials and reads are twice as fast
     assert got == {"matrices": 32, "vectors": 8 + 4, "LDS": 4 * (2 * 2 + 64 * (16 / 256 + 4 / 128))}
     assert gcn.copied(inner(), num_warps=4) == 4 * 64 * 16  # the 4-byte load is a page number and does not count
     shapes = ("32x32x8_bf16", "16x16x16_f16", "16x16x32_bf16", "16x16x4_f32", "32x32x2_f32", "4x4x4_16b_f16")
@@ -105,12 +105,13 @@ def test_cycles_by_hand() -> None:
 def test_a_turn_by_hand() -> None:
     """The time of an iteration equals a count by hand.
 
-    One program runs two loads, a read of 10 cycles for each of four waves, the product, then what depends on it.
+    One program runs two loads, a read of 10 cycles for each of four waves, the product, and then the instructions that
+    depend on the product.
     """
     read = 3 * ISSUE + 4 * 10 + LDS_LATENCY + ISSUE
     product = read + 32
     alone = gcn.turn(inner(), 4, MI300X, 0.0)
-    asked = ISSUE  # when the keys were requested
+    asked = ISSUE  # the cycle in which the keys are requested
     assert alone.lead == product + ISSUE - asked
     assert alone.cycles == product + 5 * ISSUE  # the sum, a wait, a write, a barrier and the branch
     assert (alone.least_wait, alone.in_flight) == (1, 4096)

@@ -30,7 +30,7 @@ def convert(x_ptr, out_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def every_conversion(launch: Any, floats: Any) -> dict[str, Any]:
-    """float32 numbers [n] converted to each of TARGETS; n is a multiple of 256, `launch` the torch front end's."""
+    """float32 numbers [n] converted to each of TARGETS by the torch front end's `launch`; n is a multiple of 256."""
     found = {}
     for name, dtype in TARGETS.items():
         stored = torch.uint8 if dtype.is_fp8() else getattr(torch, name)

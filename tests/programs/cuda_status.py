@@ -1,4 +1,4 @@
-"""Load the CUDA kernels and print the status code of the device."""
+"""Load the CUDA kernels, and print the code of the status that they report for the device."""
 
 from ragged_attention.kernels_cuda import _native
 

@@ -30,9 +30,9 @@ fp8: dict[str, Any] = {"format": "fp8_v32", "d_v": 576, "page_size": 8, "kv_lens
 check_decode(runner, DecodeSpec(topk=0, dtype="bfloat16", **fp8).build(), options)
 window: dict[str, Any] = {"sliding_window": 40, "soft_cap": 2.0, "kv_lens": (150, 3, 0), "q_tokens": 3, "poison": "nan"}
 check_decode(runner, DecodeSpec(topk=0, **window, page_size=7, heads=4, kv_heads=2, dtype="bfloat16").build(), options)
-_latent.MAX_ROWS = 16  # fewer rows than a tile of queries has, and in the second case fewer than a token has
+_latent.MAX_ROWS = 16  # fewer rows than a tile of queries has; with `group=40`, fewer than one token has
 lens = ((1, 150), (0, 9), (9, 130), (3, 2), (2, 61))
-for group, scalar_memory in ((3, 160), (40, 1 << 20)):  # the table is first read in pieces, then at once
+for group, scalar_memory in ((3, 160), (40, 1 << 20)):  # the table is read in pieces, then at once
     spec = ragged._spec(lens=lens, group=group, sliding_window=70, page_size=2, padding=3, poison="nan")
     with mock.patch.object(_latent, "table_bytes", lambda call, size=scalar_memory: size):
         check_attention(runner, spec.build(), options | {"num_queries_per_block": 4})

@@ -31,7 +31,7 @@ def latents(q: Any, kv: Any, cache: Any, slots: Any, lists: Any, table: Any, len
 
 
 def indexer(q: Any, weights: Any, keys: Any, table: Any, lens: Any, edges: Any) -> Any:
-    """The indexer for a prefill, whose logits a kernel computes in tiles, and for one query per sequence."""
+    """The indexer's results for a prefill, whose logits a kernel computes in tiles, and for one query per sequence."""
     steps = (q, weights, edges), (q[: len(lens)], weights[: len(lens)], jnp.arange(len(lens) + 1, dtype=jnp.int32))
     results = []
     for rows, row_weights, row_edges in steps:

@@ -1,4 +1,4 @@
-"""Attention on a CPU while the memory of most unseen keys is protected, so that a read of one crashes the process.
+"""Attention on a CPU while the memory of most unseen keys is protected: reading an unseen key crashes the process.
 
 `python -m tests.programs.unseen_keys OPERATION MASK` prints "well" for the masks `ranges` and `lists`. With `causal`
 the queries see all keys, so the process crashes.
@@ -17,7 +17,7 @@ from ragged_attention.testing import agrees
 from ragged_attention.torch import ragged_mla_attention, ragged_paged_attention, varlen_attention
 
 QUERIES, KEYS, PREFIX, WINDOW, PAGE_SIZE, BLOCK = 16, 1024, 64, 48, 16, 8
-UNSEEN = (256, 768)  # a range of keys whose tiles hold no seen key
+UNSEEN = (256, 768)  # a range of keys that no query sees, and whose tiles contain only unseen keys
 TABLES = {
     "kv_lens": torch.tensor([KEYS]).int(),
     "page_indices": torch.arange(KEYS // PAGE_SIZE).int()[None],

@@ -1,4 +1,7 @@
-"""Use the carried files that a folder holds; print the folders in use, and whether Triton has been imported."""
+"""Use the files in a folder as if they had been carried to a device machine.
+
+The output has the names of the folders that are then in use, and whether Triton has been imported.
+"""
 
 import importlib
 import sys

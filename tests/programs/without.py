@@ -11,7 +11,7 @@ packages, script, *arguments = sys.argv[1:]
 
 
 class Missing:
-    """A finder that comes before all others, and raises what they raise together for a package that is missing."""
+    """The first import finder, which raises the usual error for a package that is to appear missing."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         if name.partition(".")[0] in packages.split(","):
