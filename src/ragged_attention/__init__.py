@@ -1,7 +1,7 @@
 """Ragged paged attention and multi-head latent attention for every device, from torch and from jax.
 
-The front ends `ragged_attention.torch` and `ragged_attention.jax` offer the operations, under equal names. This module
-loads neither framework. It offers the selection of backends, and the errors.
+The front ends `ragged_attention.torch` and `ragged_attention.jax` offer the operations, under the same names. This
+module loads neither framework. It offers the selection of backends and the error classes.
 """
 
 from ragged_attention.config import Config as Config

@@ -10,9 +10,9 @@ The first of these that names a backend for the operation decides:
 5. the environment variable RAGGED_ATTENTION_BACKEND
 6. the platform's own order, `ragged_attention.dispatch.ORDER`
 
-Sources 1 to 4 can also give `options`, for each operation. Sources 2 to 5 can set `validate` and `batch_invariant`;
-both have environment variables of their own. The file and the environment are read when a call first needs them, and
-again after `reload_config()`.
+Sources 1 to 4 can also give `options` for an operation. Sources 2 to 5 can set `validate` and `batch_invariant`; each
+of these two settings has its own environment variable. The file and the environment are read when a call first needs
+them, and again after `reload_config()`.
 """
 
 import contextvars
@@ -46,7 +46,7 @@ BackendRequest = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Config:
-    """The requests of one source by operation. The key "*" of `backend` covers operations without a key.
+    """The requests of one source. In `backend`, the key "*" covers the operations that have no key of their own.
 
     Configs with equal content are equal.
     """
@@ -87,7 +87,7 @@ class Config:
 
 
 def parse_names(request: str | Sequence[str]) -> Names:
-    """`"triton"`, `"triton,eager"` or a list of names, as an ordered request."""
+    """The tuple of backend names in a request: `"triton"`, `"triton,eager"` or a list of names."""
     if isinstance(request, str):
         request = [name.strip() for name in request.split(",")]
     if not isinstance(request, Sequence) or not all(isinstance(name, str) for name in request):
@@ -118,7 +118,7 @@ def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
 
 
 def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
-    """Tunables, with NumPy's numbers as Python numbers. Error messages name the operation `of`."""
+    """Checked options, in which NumPy's numbers became Python numbers. Error messages name the operation, `of`."""
     plain: dict[str, Option] = {}
     for name, value in expect_mapping(options, of).items():
         if not isinstance(name, str):
@@ -137,12 +137,13 @@ def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
 
 T = TypeVar("T")
 
-# The instructions after a call whose result is dropped, or shown at a prompt (in Python 3.11, in later versions).
+# The bytecode instructions that can follow a call whose result is not used: POP_TOP drops the result, and the other two
+# show it at the interactive prompt, in Python 3.11 and in later versions.
 _UNUSED = {("POP_TOP", 0), ("PRINT_EXPR", 0), ("CALL_INTRINSIC_1", 1)}
 
 
 class Scope(Generic[T]):
-    """A setting with a value for the process, and values for the open blocks of the current thread or task."""
+    """A setting with one value for the process, and one for each open `with` block of the current thread or task."""
 
     def __init__(self, name: str) -> None:
         self.blocks: contextvars.ContextVar[tuple[T, ...]] = contextvars.ContextVar(name, default=())  # innermost first
@@ -163,8 +164,8 @@ class Scope(Generic[T]):
     def set_by_statement(self, value: T, use: str, instead: str) -> None:
         """Deprecated: `use(...)` as a statement of its own sets the process-wide value, as it did in 0.2.
 
-        The constructor of a context manager calls this. It does nothing unless the constructor's caller drops the new
-        object at once, which the caller's next instruction shows.
+        The constructor of a context manager calls this method. The next instruction of the constructor's caller shows
+        whether the caller drops the new object at once. If the caller keeps the object, this method does nothing.
         """
         caller = sys._getframe(2)
         code, after = caller.f_code.co_code, caller.f_lasti + 2
@@ -200,10 +201,11 @@ def set_backend(
         options: for each operation, the tunables of its backend: `{"ragged_paged_attention": {"block_kv": 64}}`.
         validate: "full" also checks the values of index arrays, which reads them back from the device; "static" does
             not.
-        batch_invariant: with True, the bits of a query's attention over keys and values depend on that query and the
-            keys that it sees alone: they are the same packed and in pages, and in any chunk or batch. Those of latents
-            and indexers depend on the sequence's queries of the call and on its keys. Backends that cannot promise this
-            refuse the call. Writes and conversions always have this property. For gradients, use `deterministic`.
+        batch_invariant: with True, the bits of a query's attention over keys and values depend only on that query and
+            the keys that it sees: they are the same for packed and paged keys, and in any chunk or batch. The bits of
+            latent attention and of indexers depend only on the sequence's keys and on its queries in the call.
+            Backends that cannot promise this refuse the call. Writes and conversions are always batch-invariant. For
+            gradients, use `deterministic`.
 
     Raises:
         InvalidInput: an empty name, an unknown operation, an unknown `validate`, or an option that is not finite. For
@@ -256,7 +258,7 @@ def reload_config() -> None:
 
 
 def _read_file(named: str | None) -> Config:
-    """The requests of the config file. Errors name the file, and an unknown key.
+    """The requests of the config file. Error messages name the file.
 
     Errors in the working directory's pyproject.toml are reported only if they are in this project's table.
     """
@@ -303,7 +305,7 @@ def _environment() -> Config:
 
 
 def state() -> tuple[tuple[Config, ...], ...]:
-    """The configs of the open blocks and of the other sources. With equal states, equal calls run alike."""
+    """The configs of the open blocks, and those of the other sources. Equal states give equal answers for a call."""
     global _outside
     outside = _outside
     if outside is None:

@@ -1,11 +1,14 @@
-"""Selects the implementation that runs a call, and tells why the others do not.
+"""Selects the implementation that runs a call, and reports why the others do not run it.
 
 The module `<package of Y>.X` implements operation X on backend Y and has the interface `protocols.Implementation`.
-Modules are found by this name, without registration, and a backend is imported when a call first asks for it. A
-backend's package may offer four functions: `state()` returns the values other than the call on which its answers
-depend, `report()` returns rows for `doctor`, `missing()` returns what the backend lacks on this machine or None, and
-`why_not(call)` answers for modules that have none. Other distributions announce their backends in the entry-point group
-`ragged_attention.backends`, which maps a backend's name to its package.
+Modules are found by this name, without registration, and a backend is imported when a call first asks for it. Other
+distributions announce their backends in the entry-point group `ragged_attention.backends`, which maps a backend's name
+to its package. A backend's package may offer four functions:
+
+- `state()` returns the values, apart from the call, on which the answers of the backend's modules depend
+- `report()` returns rows for `doctor`
+- `missing()` returns what the backend lacks on this machine, or None
+- `why_not(call)` answers for the modules that have no `why_not` of their own
 """
 
 import contextlib
@@ -71,12 +74,12 @@ def _announced() -> dict[str, str]:
 
 @functools.cache
 def third_party_packages() -> dict[str, str]:
-    """The packages that installed distributions announce, by backend name, without the names in `TAKEN`."""
+    """The packages that installed distributions announce, by backend name. Names in `TAKEN` are left out."""
     return {name: package for name, package in _announced().items() if name not in TAKEN}
 
 
 def shadowed() -> dict[str, str]:
-    """The packages announced under a name in `TAKEN`, by name. No call can reach them."""
+    """The packages that are announced under a backend name in `TAKEN`, by that name. No call can reach them."""
     return {name: package for name, package in _announced().items() if name in TAKEN}
 
 
@@ -91,7 +94,7 @@ def why_shadowed(name: str) -> str:
 
 @contextlib.contextmanager
 def importing(module: str) -> Iterator[None]:
-    """A context in which an import that ends the program raises `ImportError` instead."""
+    """A context for an import. If the module tries to end the program, `ImportError` is raised instead."""
     try:
         yield
     except SystemExit as stop:
@@ -114,7 +117,7 @@ def package_of(backend: str) -> str | None:
 
 
 def missing_package(package: str) -> str:
-    """A sentence: the package is not installed, and if it belongs to an extra, how to install it."""
+    """The message that a package is not installed, with advice on how to install it if it belongs to an extra."""
     return f"{package} is not installed" + (f": {how_to_install(EXTRAS[package])}" if package in EXTRAS else "")
 
 
@@ -127,7 +130,7 @@ def missing_need(backend: str) -> str | None:
 @functools.cache
 @forking.postponed()  # a process forked during the import would keep a partly imported module
 def load(operation: str, backend: str) -> Implementation:
-    """Import an implementation. Raises `BackendMissing` if there is none; errors of the import pass through."""
+    """Import an implementation. Raises `BackendMissing` if there is none, or any error that the import raises."""
     package = package_of(backend)
     if package is None:
         raise BackendMissing(f"unknown backend {backend!r}; known are {', '.join(backends())}")
@@ -142,9 +145,9 @@ def load(operation: str, backend: str) -> Implementation:
 
 
 def backends_offering(operation: str, backend: str | Sequence[str] | None) -> str | None:
-    """The names in a call's `backend` that also offer `operation`, such as the call's gradient, comma-separated.
+    """Those of a call's backend names that also offer `operation`, such as its gradient, separated by commas.
 
-    The result is None if there are none; then the configuration decides for that operation.
+    The result is None if no name in `backend` offers `operation`; then the configuration decides for `operation`.
     """
     packages = {} if backend is None else {name: package_of(name) for name in config.parse_names(backend)}
     offer = [name for name, package in packages.items() if package is None or _exists(f"{package}.{operation}")]
@@ -165,7 +168,7 @@ def candidates(operation: str, device: Device, backend: str | Sequence[str] | No
 
 
 def state() -> tuple[Any, ...]:
-    """The `state()` of each loaded package, on which the selection depends besides the call and the configuration."""
+    """The `state()` of each loaded package. The selection depends on it, on the call and on the configuration."""
     names = (*PACKAGES.values(), *third_party_packages().values())
     loaded: Any = map(sys.modules.get, names)
     return tuple([package.state() for package in loaded if callable(getattr(package, "state", None))])
@@ -179,7 +182,7 @@ def by_default(operation: str, device: Device, backend: str | Sequence[str] | No
 
 
 def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
-    """The reason why a backend does not run a call, or None. Without `named`, `why_not_by_default` counts too."""
+    """The reason why a backend does not run a call, or None. If the request did not name it, pass `named=False`."""
     module = load(call.OPERATION, backend)
     reason = (
         call.device.why_unavailable(backend)
@@ -203,14 +206,14 @@ def _is_invariant(call: Call) -> bool:
 
 
 def _depends_on_batch(module: Implementation, call: Call) -> str | None:
-    """The reason to refuse a call whose results must be batch-invariant, or None."""
+    """The reason to refuse a call that must be batch-invariant, if the module's results are not. Otherwise None."""
     if _is_invariant(call) and not hasattr(module, "invariant_tile"):
         return "does not promise the same bits in every batch (batch_invariant)"
     return None
 
 
 def verdicts(call: Call, names: Sequence[str], by_default: Collection[str] = ()) -> dict[str, str | None]:
-    """The refusal of each backend, or None if it takes the call. The request does not name those in `by_default`."""
+    """Each backend's reason to refuse the call, or None. The request does not contain the names in `by_default`."""
     reasons: dict[str, str | None] = {}
     for name in names:
         try:
@@ -243,8 +246,8 @@ def choose(
             requested = config.requested_options(call.OPERATION, options)
             return Choice(name, module, tuning.tile_for(module, call, requested, invariant=_is_invariant(call)))
     lines = "".join(f"\n  {name}: {reason}" for name, reason in reasons.items())
-    rest = [name for name in (*ORDER["*"], *ORDER.get(call.device.platform, ())) if name != "portable"]
-    others = verdicts(call, [*rest, PORTABLE[call.device.framework]], by_default=rest)
+    defaults = [name for name in (*ORDER["*"], *ORDER.get(call.device.platform, ())) if name != "portable"]
+    others = verdicts(call, [*defaults, PORTABLE[call.device.framework]], by_default=defaults)
     nearest = next((name for name, reason in others.items() if reason is None and name not in names), None)
     fix = f'\nnearest that does: backend="{nearest}"' if nearest else ""
     kind = BackendMissing if missing else Unsupported

@@ -21,5 +21,5 @@ class BackendMissing(Unsupported):
 
 
 def how_to_install(*extras: str) -> str:
-    """How to install this package with `extras`, as part of a message's sentence. The package is on no index."""
+    """The end of an error message: how to install this package with `extras`. No package index offers it."""
     return f"run pip install '.[{','.join(extras)}]' in a checkout of ragged-attention"

@@ -28,10 +28,10 @@ class Answer:
 
 
 def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
-    """The answer of every backend, requested backends first. Raises an import error that would fail the call."""
+    """The answer of every backend, requested backends first. An import error is raised if the call would raise it."""
     asked = dispatch.candidates(call.OPERATION, call.device, backend)
     by_default = dispatch.by_default(call.OPERATION, call.device, backend)
-    found: list[Answer] = []
+    results: list[Answer] = []
     chosen = False
     for name in dict.fromkeys((*asked, *dispatch.backends())):
         wanted = name in asked and not chosen
@@ -43,10 +43,10 @@ def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[A
             reason = f"its import fails: {type(error).__name__}: {error}"
         takes = reason is None
         text = reason or ("chosen" if wanted else "could run" if name in asked else "could run, not asked for")
-        found.append(Answer(name, wanted and takes, takes, text))
-        chosen = chosen or found[-1].chosen
-    found += [Answer(name, False, False, dispatch.why_shadowed(name)) for name in dispatch.shadowed()]
-    return found
+        results.append(Answer(name, wanted and takes, takes, text))
+        chosen = chosen or results[-1].chosen
+    results += [Answer(name, False, False, dispatch.why_shadowed(name)) for name in dispatch.shadowed()]
+    return results
 
 
 def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> str:

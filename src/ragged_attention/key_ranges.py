@@ -10,7 +10,7 @@ differences of `cu_kv_lens`:
     num_tokens: T, the number of query rows; rows after the last sequence get empty ranges.
     num_seqs: the number of live sequences, an int or an array of one element; None means S.
 
-An attention takes the result as `key_ranges`, and then neither `causal` nor `sliding_window`.
+Pass the result to an attention as `key_ranges`, without `causal` and `sliding_window`.
 """
 
 from collections.abc import Callable
@@ -48,9 +48,10 @@ __all__ = [
 
 
 class _Queries(NamedTuple):
-    """The rows of queries: each one's sequence, position and number of keys, and whether it belongs to a sequence.
+    """For each query row, its sequence, its position, the sequence's number of keys, and whether the row is live.
 
-    A position is negative if a sequence has more queries than keys. No sum of positions and counts may exceed int32.
+    A row is live if it belongs to a sequence. A position is negative if a sequence has more queries than keys. Window
+    bounds may be 2**31 - 1, so they are clipped before they are added to a position: int32 must not overflow.
     """
 
     xp: Any  # numpy, torch or jax.numpy
@@ -60,7 +61,7 @@ class _Queries(NamedTuple):
     live: Any  # [T]
 
     def before(self, distance: int) -> Any:
-        """The position `distance` before each query, or 0 if that is negative."""
+        """The position that is `distance` before each query's own, or 0 if that is negative."""
         return self.position.clip(min=distance) - distance
 
     def window_begin(self, sliding_window: int | None) -> Any:
@@ -70,7 +71,7 @@ class _Queries(NamedTuple):
         return self.before(sliding_window - 1)
 
     def ranges(self, *pairs: tuple[Any, Any]) -> Any:
-        """The pairs (begin, end) of all queries as one array."""
+        """The ranges of all queries, i32 [T, R, 2], from R pairs (begin, end) of numbers or arrays [T]."""
         columns = [self.xp.where(self.live, edge + self.position * 0, 0) for pair in pairs for edge in pair]
         stacked = self.xp.stack(columns, -1).reshape(len(self.position), len(pairs), 2)
         return _cast(self.xp, stacked)
@@ -113,9 +114,9 @@ def _queries(cu_q_lens: Any, kv_lens: Any, num_tokens: int, num_seqs: Any) -> _Q
         count = num_seqs if is_integer(num_seqs) else num_seqs.reshape(()).clip(max=max_num_seqs)
         edges = xp.where(_arange(xp, max_num_seqs + 1, edges) <= count, edges, LARGEST_INT32)
     side = {"right": True} if xp.__name__ == "torch" else {"side": "right"}
-    found = xp.searchsorted(edges, tokens, **side) - 1
-    live = (found >= 0) & (found < count)
-    seq = xp.where(live, found, 0)
+    indices = xp.searchsorted(edges, tokens, **side) - 1
+    live = (indices >= 0) & (indices < count)
+    seq = xp.where(live, indices, 0)
     kv_len = kv_lens[seq]
     return _Queries(xp, seq, kv_len - edges[seq + 1] + tokens, kv_len, live)
 
@@ -152,7 +153,7 @@ def window_ranges(
 def per_sequence_causal(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, causal: Any, num_seqs: Any = None) -> Any:
     """Keys up to the query's own position if its sequence's `causal`, bool [S], is set, else all keys: R is 1.
 
-    One batch can thus hold drafts that see each other and sequences that are verified.
+    One batch can thus hold sequences of draft tokens that all see each other, and causal sequences.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_array("causal", causal, "S", ("bool",), {"S": kv_lens.shape[0]})
@@ -163,9 +164,9 @@ def per_sequence_causal(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, causal
 def chunked_ranges(
     cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, chunk: int, lookback: int = 0, num_seqs: Any = None
 ) -> Any:
-    """Keys up to the query's own position p in its own chunk, [p // chunk * chunk, p + 1), as in Llama 4: R is 1.
+    """Keys from the start of the chunk of the query's position p, [p // chunk * chunk, p + 1), as in Llama 4: R is 1.
 
-    `lookback` is the number of whole chunks before its own that a query also sees.
+    A query also sees the `lookback` whole chunks before its own.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_count("chunk", chunk, 1)
@@ -213,12 +214,13 @@ def span_ranges(
     clamp_to_window: bool = False,
     num_seqs: Any = None,
 ) -> Any:
-    """Keys up to the query's own position, and all of the spans of images or audio in which the query lies: R is 1.
+    """Keys up to the query's own position, and all keys of the image or audio span that contains the query: R is 1.
 
     Args:
         spans: i32 [S, N, 2], up to N spans [begin, end) of positions of each sequence; empty spans have no effect.
-        sliding_window: bounds the keys before the query's own position that are not in its span.
-        clamp_to_window: whether the window bounds the span too, as in the models of transformers and in Gemma 4.
+        sliding_window: limits the keys before the query's own position, except those in its span.
+        clamp_to_window: whether the window limits the keys in the span too, as in Gemma 4 and in the models of Hugging
+            Face transformers.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     expect_bool("clamp_to_window", clamp_to_window)
@@ -234,19 +236,19 @@ def span_ranges(
 
 
 def tree_ranges(parents: Any) -> Any:
-    """Each token's ancestors and the token itself, for packed prefix trees; R is the maximum that a token needs.
+    """Each token's ancestors and the token itself, for packed prefix trees; R is the most ranges that a token needs.
 
-    Rollouts that share prompts, or drafts, are packed as a tree in which each token follows its parent. Depth-first
-    order is best, because a token's ancestors then form few runs of neighbours. The values are read on the host, so
-    call this function outside `jax.jit`, and pass the ranges to the jitted step.
+    A tree packs drafts, or rollouts that share prompts; each token comes after its parent. Depth-first order is best,
+    because a token's ancestors then form few runs of adjacent positions. The values are read on the host, so call this
+    function outside `jax.jit`, and pass the ranges to the jitted step.
 
     Args:
-        parents: i32 [T], the position of each token's parent, which is before its own; -1 for a root. A tree is one
-            sequence of `varlen_attention`.
+        parents: i32 [T], the position of each token's parent, which must be less than the token's own position; -1 for
+            a root. A tree is one sequence of `varlen_attention`.
 
     Raises:
-        InvalidInput: a parent does not precede its token, or a token's ancestors form more than 8 runs; the message has
-            the number. Or `parents` is traced by jax.
+        InvalidInput: a parent does not precede its token, `parents` is traced by jax, or a token and its ancestors form
+            more than 8 runs; then the message gives the number of runs.
     """
     xp = _namespace("parents", parents)
     expect_array("parents", parents, "T", ("int32",), {})
@@ -259,7 +261,7 @@ def tree_ranges(parents: Any) -> Any:
     bad = np.flatnonzero((host < -1) | (host >= np.arange(len(host))))
     if bad.size:
         raise InvalidInput(f"expected parents[{bad[0]}] from -1 to {bad[0] - 1}, before the token, got {host[bad[0]]}")
-    counts = np.ones(len(host), np.int32)  # maximum number of runs
+    counts = np.ones(len(host), np.int32)  # the number of runs that each token needs
     for token, parent in enumerate(host.tolist()):
         if parent >= 0:
             counts[token] = counts[parent] + (parent < token - 1)
@@ -276,7 +278,7 @@ def tree_ranges(parents: Any) -> Any:
 
 
 def spans_from_vllm(ranges: Any) -> Any:
-    """The `spans` of `span_ranges` from vLLM's [S, N, 2], which are inclusive at both ends; one token is no span."""
+    """The `spans` of `span_ranges` from vLLM's inclusive ranges [S, N, 2]. Ranges of one token become empty spans."""
     return _half_open(ranges, "S N 2", lambda begin, last: begin < last)
 
 
@@ -290,5 +292,5 @@ def _half_open(ranges: Any, shape: str, is_range: Callable[[Any, Any], Any]) -> 
     xp = _namespace("ranges", ranges)
     expect_array("ranges", ranges, shape, ("int32", "int64"), {"2": 2})
     begin, last = ranges[..., 0], ranges[..., 1].clip(max=LARGEST_INT32 - 1)
-    kept = is_range(begin, last)
-    return _cast(xp, xp.stack([xp.where(kept, begin, 0), xp.where(kept, last + 1, 0)], -1))
+    valid = is_range(begin, last)
+    return _cast(xp, xp.stack([xp.where(valid, begin, 0), xp.where(valid, last + 1, 0)], -1))

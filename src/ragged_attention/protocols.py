@@ -40,15 +40,15 @@ class Implementation(Protocol):
     def why_not(self, call: Any, /) -> str | None:
         """None if the module takes the call, else a sentence with argument, value and limit.
 
-        The default is the `why_not` of the module's package or, if the package has none, to take every call. The answer
-        depends on static facts only.
+        The default is the `why_not` of the module's package. If the package has none, the module takes every call. The
+        answer depends only on static facts.
         """
         ...
 
     def why_not_by_default(self, call: Any, /) -> str | None:
         """A reason to refuse a call that does not request the backend by name, by default None.
 
-        It is called after `why_not`, and refuses calls for which the backend is not known to be the fastest one.
+        It is called after `why_not`. It refuses calls for which no measurement shows that the backend is the fastest.
         """
         ...
 
@@ -86,7 +86,7 @@ def complete(module: Any) -> Implementation:
 class Launcher(Protocol):
     """Runs a backend's kernels and functions on the arrays of a front end.
 
-    Arrays are those of the call's record or earlier results. A dtype is the framework's or a name.
+    The methods take arrays of the call's record and earlier results. A dtype is the framework's own or its name.
     """
 
     def __call__(
@@ -95,9 +95,10 @@ class Launcher(Protocol):
     ) -> list[Any]:  # fmt: skip
         """Enqueue the Triton kernel `kernel[grid](*inputs, *outputs, **arguments)` and return the outputs.
 
-        `outputs` are uninitialised arrays to allocate. The inputs with the indices `inplace`, which the kernel may
-        write, follow them as further outputs. 8-bit floats and bools reach the kernel as uint8. The arguments include
-        `num_warps` and `num_stages` if they differ from OPTIONS, and `launch_pdl` if it is True.
+        `outputs` has the shapes and dtypes of new arrays, which are allocated uninitialised. The kernel may also write
+        the inputs whose indices are in `inplace`: it gets them a second time, as outputs after the new arrays. 8-bit
+        floats and bools reach the kernel as uint8. The arguments include `num_warps` and `num_stages` if they differ
+        from OPTIONS, and `launch_pdl` if it is True.
         """
         ...
 
@@ -112,23 +113,23 @@ class Launcher(Protocol):
     ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function and return its results by name; None stands for an absent array.
 
-        A result given as the name of an operand overwrites that operand. Other results are allocated uninitialised.
-        `function` belongs to a backend: `record` is the ctypes structure of its arguments, and `on(platform)` is the
-        function itself, which reads the record before it returns.
+        `outputs` gives an operand's name for a result that overwrites this operand. Other results are allocated
+        uninitialised. `function` is a backend's object: `function.record` is the ctypes structure of the arguments, and
+        `function.on(platform)` is the compiled function, which reads that structure before it returns.
         """
         ...
 
     def on_host(
         self, function: Callable[..., Any], call: Call, outputs: str | Sequence[Shaped | str], **extra: Any
     ) -> Any:
-        """Run a NumPy function on the call's arguments: floats as float64, 8-bit floats as bits.
+        """Run a NumPy function on the call's arguments. It gets floats as float64, and 8-bit floats as their bits.
 
-        `outputs` are the shapes and dtypes of its results, and the names of arguments that are overwritten with them.
+        For each result, `outputs` has its shape and dtype, or the name of the argument that the result overwrites.
         """
         ...
 
     def sorted(self, numbers: Any, /) -> tuple[Any, Any]:
-        """Numbers [N] in ascending order, and their i32 indices before sorting; equal numbers keep their order."""
+        """The numbers [N] in a stable ascending order, and the i32 index that each number had before the sort."""
         ...
 
     def strides(self, array: Any, /) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
-"""The pytest options of `ragged_attention.testing`, which an installed package can add only by a plugin.
+"""The pytest options of the suite `ragged_attention.testing`: an installed package can add options only by a plugin.
 
-They are `--backend`, `--framework`, `--device` and `--rounded-weights`, and exist only in a run of that suite: other
-users of pytest may have options of the same names. Nothing else is loaded until the suite is collected.
+The options are `--backend`, `--framework`, `--device` and `--rounded-weights`. They exist only in a run of that suite,
+because other users of pytest may have options of the same names. The plugin loads nothing else.
 """
 
 from collections.abc import Sequence

@@ -15,7 +15,7 @@ def options_of(tile_type: type) -> tuple[str, ...]:
 def tile_for(module: Any, call: Call, options: Mapping[str, Any], *, invariant: bool = False) -> Any:
     """The `Tile` with which `module` runs `call`. Each of the `options` overrides one field.
 
-    With `invariant`, results must be batch-invariant, so `invariant_tile` replaces the heuristic.
+    If `invariant`, the results must be batch-invariant, so the module's `invariant_tile` replaces its heuristic.
     """
     tile = module.invariant_tile(call) if invariant else module.heuristic(call)
     known = options_of(module.Tile)

@@ -1,9 +1,9 @@
-"""The operations' arguments: one frozen record each, the only place that lists them with their kinds.
+"""The operations' arguments: one frozen record for each operation. No other place lists arguments with their kinds.
 
 A record is built from torch tensors, jax arrays or NumPy arrays. It reads only shapes and dtypes, so the arrays may be
-traced or fake. Building one checks everything that can be checked without reading an array, and raises `InvalidInput`,
-or `TypeError` for a value of a wrong type. `check_values` checks the contents of the index arrays. It runs only on
-request, because it has to read them back from the device.
+traced or fake. Building a record checks everything that can be checked without reading an array. It raises
+`InvalidInput`, or `TypeError` for a value of a wrong type. `check_values` checks the contents of the index arrays. It
+runs only on request, because it has to read them back from the device.
 
 Axes: T query tokens, S sequences, P pages, G page size, M pages per sequence, H query heads, K KV heads, D head size,
 N selected keys.

@@ -1,4 +1,4 @@
-"""The base classes of records, which derive schemas and checks from the fields, and the facts about a device."""
+"""The base classes of records, which derive schemas and checks from their fields, and the facts about a device."""
 
 import abc
 import dataclasses
@@ -64,9 +64,9 @@ def record(cls: type[Record]) -> type[Record]:
     """Make a class a record: a frozen dataclass whose fields are `fields.field(kind, default)`."""
     cls = dataclasses.dataclass(frozen=True, kw_only=True, eq=False)(cls)
     cls.OPERATION = re.sub("(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
-    fields = [each for each in dataclasses.fields(cls) if each.metadata]  # type: ignore[arg-type]
-    cls.KINDS = {each.name: each.metadata["kind"] for each in fields}
-    cls.DEFAULTS = {each.name: each.default for each in fields if each.default is not dataclasses.MISSING}
+    fields = [item for item in dataclasses.fields(cls) if item.metadata]  # type: ignore[arg-type]
+    cls.KINDS = {item.name: item.metadata["kind"] for item in fields}
+    cls.DEFAULTS = {item.name: item.default for item in fields if item.default is not dataclasses.MISSING}
     cls.RANGES = dict(_ranges(cls.KINDS))
     cls.ABSENT = {name: kind.flatten(name, None) for name, kind in cls.KINDS.items() if kind.optional}
     cls.SCALARS = {name: kind.scalars for name, kind in cls.KINDS.items()}
@@ -77,7 +77,7 @@ def record(cls: type[Record]) -> type[Record]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Call(abc.ABC):
-    """The base of all records. Building one checks each field by its kind, in order, and then how the fields fit."""
+    """The base of all records. Building a record checks each field by its kind, then how the fields fit together."""
 
     OPERATION: ClassVar[str]  # the name of the class in snake case
     KINDS: ClassVar[Mapping[str, Kind]]  # the kinds of the fields
@@ -87,20 +87,21 @@ class Call(abc.ABC):
     REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
     SCALARS: ClassVar[Mapping[str, tuple[type, ...]]]  # the types of each field's numbers, flags or texts
     WRITTEN: ClassVar[tuple[str, ...]]  # the arguments that the operation writes, the cache first
-    NUM_RESULTS: ClassVar[int | None] = 1  # without a written cache; None if it depends on the arguments
-    MOST_RESULTS: ClassVar[int] = 1  # without a written cache, if NUM_RESULTS is None
+    NUM_RESULTS: ClassVar[int | None] = 1  # not counting a written cache; None if it depends on arguments
+    MOST_RESULTS: ClassVar[int] = 1  # their maximum, not counting a written cache, if NUM_RESULTS is None
     WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
-    # Those of them that are often constants: the gradient `d_<name>` is computed only if `return_d_<name>` asks for it.
+    # The DIFFERENTIABLE arguments that are often constants. Such an argument's gradient `d_<name>` is computed only if
+    # `return_d_<name>` is True.
     OFTEN_CONSTANT: ClassVar[tuple[str, ...]] = ()
-    # The further arguments of `<operation>_backward`, each with the index of the result to which it belongs. If the
-    # first result is unused, its gradient is 0; the gradient of another unused result is None.
+    # Further arguments of `<operation>_backward`: the gradients of results, and saved results, each with the index of
+    # its result. If the first result is unused, its gradient is 0; the gradient of another unused result is None.
     RESULT_GRADIENTS: ClassVar[Mapping[str, int]] = {"d_out": 0, "d_lse": 1}
     SAVED_RESULTS: ClassVar[Mapping[str, int]] = {"out": 0, "lse": 1}
     ATTENDS: ClassVar[bool] = False  # whether results are sums over the keys of sequences
     WHY_NO_GRADIENT: ClassVar[str] = "it works on a KV cache, for inference"
-    CACHE: ClassVar[str]  # the name of the KV cache's argument; a write writes it
+    CACHE: ClassVar[str]  # the name of the argument with the KV cache
     SEPARABLE: ClassVar[frozenset[str]] = frozenset()  # arguments that another operation can handle before this one
 
     device: Device = NOWHERE
@@ -116,7 +117,7 @@ class Call(abc.ABC):
                 self._check(sizes)
 
     def _check(self, sizes: Sizes) -> None:
-        """Raise unless the fields fit together. Each of them is already valid by itself."""
+        """Raise unless the fields fit together. Each field has already passed its own check."""
         del sizes
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
@@ -128,9 +129,9 @@ class Call(abc.ABC):
         """The shapes and dtypes of the results."""
 
     def check_values(self) -> None:  # noqa: B027
-        """Raise `InvalidInput` naming the first invalid value in an index array. Expects NumPy arrays.
+        """Raise `InvalidInput` for the first invalid value in an index array. The arrays must be NumPy arrays.
 
-        An operation without this check takes every value, and ignores those that refer to nothing.
+        An operation that does not override this method accepts every value, and ignores values that refer to nothing.
         """
 
     @classmethod
@@ -147,9 +148,9 @@ class Call(abc.ABC):
 
     @classmethod
     def no_gradient_of(cls, index: int) -> str | None:
-        """The error message for differentiating by a flat argument that is a constant, None if it is none.
+        """The error message for differentiating by a flat argument that is a constant, or None if it is differentiable.
 
-        An operation has gradients with respect to its DIFFERENTIABLE arguments. All others are constants.
+        An operation has gradients with respect to its DIFFERENTIABLE arguments. All other arguments are constants.
         """
         name = cls.name_of(index)
         if name in cls.DIFFERENTIABLE:
@@ -158,7 +159,7 @@ class Call(abc.ABC):
 
     @classmethod
     def requests_of_gradients(cls, differentiated: Collection[str]) -> dict[str, bool]:
-        """The arguments of `<operation>_backward` that ask for the gradients of arguments that are often constants."""
+        """The flags `return_d_<name>` of `<operation>_backward`, which request the gradients of OFTEN_CONSTANT."""
         return {f"return_d_{name}": name in differentiated for name in cls.OFTEN_CONSTANT}
 
     @classmethod
@@ -213,7 +214,7 @@ class Call(abc.ABC):
 
     @classmethod
     def regrouped(cls, arguments: Mapping[str, Any], written: Sequence[Any]) -> dict[str, Any]:
-        """The written arrays, in the order of the results, by the names of the given arguments that they replace."""
+        """The `written` arrays, given in the order of the results, by the name of the argument that each replaces."""
         arrays, replaced = iter(written), {}
         for name in cls.WRITTEN:
             given = arguments[name]
@@ -225,7 +226,7 @@ class Call(abc.ABC):
 
     @classmethod
     def caches_of(cls, arguments: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The public results of a write: the cache and, if the call has one of them, all others that it may write."""
+        """The public results of a write: only the cache or, if the call has any other WRITTEN argument, all of them."""
         caches = tuple(arguments[name] for name in cls.WRITTEN)
         return caches[:1] if all(cache is None for cache in caches[1:]) else caches
 
@@ -273,11 +274,11 @@ class WritingCall(Call):
     """The base of attentions with `new_kv`, this step's rows, which another operation can write first."""
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
-    WRITE: ClassVar[type[Call]]  # the record of that operation
+    WRITE: ClassVar[type[Call]]  # the record of the operation that writes `new_kv`
 
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The write's arguments that it shares with this attention; a subclass adds the rows."""
+        """The arguments that the write shares with this attention. A subclass adds the rows to write."""
         shared = {name: arguments[name] for name in cls.WRITE.KINDS if name in arguments}
         return {**cls.WRITE.DEFAULTS, **shared}
 
@@ -313,7 +314,7 @@ class GroupedCall(Call):
     return_max_logits: bool = False
 
     def _expect_one_mask(self) -> None:
-        """Check that nothing but `key_ranges`, if a call has them, says which keys a query sees."""
+        """Check that a call with `key_ranges` has no other mask."""
         if self.key_ranges is None:
             return
         for name in ("causal", "sliding_window", "draft_mask"):
@@ -323,7 +324,7 @@ class GroupedCall(Call):
                 raise InvalidInput(f"expected {name} at its default, {default}, with key_ranges, got {got}")
 
     def _expect_lists_of_blocks(self) -> None:
-        """Check that a call with lists of blocks says how many keys a block has, and no other call."""
+        """Check that a call has both the lists of blocks, `selected`, and `block_size`, or neither of them."""
         if (self.selected is None) != (self.block_size is None):
             got = "block_size" if self.selected is None else "selected"
             raise InvalidInput(f"expected selected and block_size, or neither, got {got} alone")
@@ -388,9 +389,9 @@ class GroupedCall(Call):
 
 
 def gradients_of(call: Call, forward: type[Call]) -> tuple[Result, ...]:
-    """The results of a gradient: one like each differentiable argument.
+    """The results of a gradient operation: one result with the shape and dtype of each differentiable argument.
 
-    An absent argument, and one whose gradient is not asked for, has an empty result.
+    The result for an absent argument is empty, and so is the result for a gradient that the call does not request.
     """
     arrays = [
         getattr(call, name) if name not in forward.OFTEN_CONSTANT or getattr(call, f"return_d_{name}") else None

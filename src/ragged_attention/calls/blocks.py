@@ -1,4 +1,4 @@
-"""The records of block selection: scores of blocks of keys for each index head, and the top-k of them."""
+"""The records of block selection: scores of key blocks for each index head, and the top-k blocks."""
 
 from typing import Any, ClassVar
 
@@ -28,7 +28,7 @@ def expect_block_size(name: str, size: int) -> None:
 
 
 def expect_forced(call: Any) -> None:
-    """Check that the blocks that are always selected are no more than `top_k`."""
+    """Check that at most `top_k` blocks are always selected."""
     if (forced := call.init_blocks + call.local_blocks) > call.top_k:
         raise InvalidInput(f"expected init_blocks + local_blocks <= top_k={call.top_k}, got {forced}")
 
@@ -52,7 +52,7 @@ class BlockSelection(BlockQueries):
 
 @record
 class BlocksCall(BlockQueries, KeysCall):
-    """The base of the records with queries, the keys that each query sees, and the size of the keys' blocks."""
+    """The base of the records with index queries, the keys that each query sees, and the number of keys per block."""
 
     relative: ClassVar[bool] = True  # type: ignore[misc]  # blocks are those of the query's own sequence
     ratio: ClassVar[int] = 1  # type: ignore[misc]
@@ -86,12 +86,12 @@ class BlocksCall(BlockQueries, KeysCall):
 
     @property
     def group(self) -> int:
-        """The number of index heads that share a head of keys."""
+        """The number of index heads per key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def num_blocks(self) -> int:
-        """The number of blocks of positions that a query may see."""
+        """The maximum number of blocks that a query may see."""
         return -(-self.columns // self.block_size)
 
 

@@ -27,14 +27,14 @@ class CacheFormat:
 
     name: str
     codes: str  # the dtype of a stored value
-    values: int = 0  # number of columns stored as codes, from the first one; 0 means all columns, of any number
-    rotary: int = 0  # number of bfloat16 columns after them
+    values: int = 0  # number of columns stored as codes, from the first column on; 0 means every column of a row
+    rotary: int = 0  # number of bfloat16 columns after the coded columns
     group: int = 0  # number of columns that share a scale; 0 if there are no scales
     scales: str = ""  # the dtype of a scale; empty if there are no scales
     token_bytes: int = 0  # 0 if it depends on the width of a row
     layouts: tuple[str, ...] = LAYOUTS[:1]  # the layouts of this format, the default first
     layout: str = LAYOUTS[0]
-    mixable: bool = False  # whether the second cache of a call may have another mixable format
+    mixable: bool = False  # whether a call's two caches may have different formats, if both formats are mixable
 
     @property
     def quantized(self) -> bool:
@@ -98,7 +98,7 @@ class CacheFormat:
 
     @property
     def folded(self) -> bool:
-        """Whether scales are multiplied into logits and weights, not into operands.
+        """Whether kernels multiply scales into logits and softmax weights, not into the operands of matrix products.
 
         bfloat16 holds the product of a code and an e8m0 or e4m3 scale exactly, but no 16-bit operand holds the product
         of a code and a float32 scale.
@@ -131,7 +131,7 @@ PLAIN_FORMATS = {dtype: CacheFormat(name="plain", codes=dtype) for dtype in (*WI
 
 
 def laid_out(name: str, cache_layout: str | None) -> CacheFormat:
-    """The quantised format `name` in a layout, by default its own."""
+    """The quantised format `name` in `cache_layout`, or in its default layout if that is None."""
     form = CACHE_FORMATS[name]
     return form if cache_layout is None else dataclasses.replace(form, layout=cache_layout)
 
@@ -143,20 +143,20 @@ def stored_format(name: str, cache_layout: str | None, dtype: str) -> CacheForma
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class KvFormat:
-    """How a cache stores the keys, or the values, of a position and KV head: codes, and perhaps scales beside them.
+    """How a cache stores one row, the keys or the values of a position and KV head: as codes, perhaps with scales.
 
-    Without scales, a code is a number of the pages' dtype. The n scales of a position and head, in the *scale pages*
-    `[P, G, K, n]`, belong each to a block of `group` columns, or there is one for the whole row. The value of a column
-    is `code * scale`, or `(code - zero) * scale` if the format has zero points. A number or an array of one scale per
-    KV head multiplies the values of every format.
+    Without scales, a code is a number of the pages' dtype. The scales are in separate arrays, the *scale pages*
+    `[P, G, K, n]`. Each of a row's n scales belongs to a block of `group` columns, or one scale belongs to the whole
+    row. The value of a column is `code * scale`, or `(code - zero) * scale` if the format has zero points. In every
+    format, the call's own scale, a number or an array of one scale per KV head, also multiplies the values.
     """
 
     name: str
     codes: str  # the dtype of a code; "uint4" codes are the numbers 0 to 15
     scales: str = ""  # the dtype of a stored scale; empty if no scales are stored
     group: int = 0  # the columns of a block with a scale of its own; 0 if one scale belongs to the whole row
-    # The zero point of a row: "" if there is none, "mantissa" if it is the lowest 4 bits of the float32 scale, which do
-    # not count as bits of the scale then, and "stored" if it follows the scale in an axis of two.
+    # The place of a row's zero point. "": the format has no zero points. "mantissa": it is the lowest 4 bits of the
+    # float32 scale, which then do not belong to the scale. "stored": it follows the scale, on an axis of size two.
     zero: str = ""
 
     @property
@@ -171,7 +171,7 @@ class KvFormat:
 
     @property
     def scaled(self) -> bool:
-        """Whether scales are stored beside the codes."""
+        """Whether the cache stores scales, in scale pages."""
         return bool(self.scales)
 
     @property
@@ -181,11 +181,11 @@ class KvFormat:
 
     @property
     def columns_per_element(self) -> int:
-        """The columns that one element of the pages stores."""
+        """The number of columns that one element of the pages stores."""
         return 2 if self.packed_codes else 1
 
     def scales_of_row(self, width: int) -> int:
-        """The number of scales, with a stored zero point, of a row of `width` columns."""
+        """The numbers in scale pages for a row of `width` columns: its scales, and the zero point if it is stored."""
         if self.group:
             return width // self.group
         return 2 if self.zero == "stored" else 1
@@ -211,7 +211,7 @@ UNSCALED_FORMATS = {dtype: KvFormat(name="plain", codes=dtype) for dtype in (*WI
 
 
 def advice_on_scales(dtype: str) -> str:
-    """The end of an error message about scales of a wrong dtype; empty unless they are bytes."""
+    """The end of an error message about scales of a wrong dtype; empty unless that dtype is uint8."""
     names: dict[str, list[str]] = {}
     for form in SCALED_FORMATS:
         if form.group:
@@ -221,7 +221,7 @@ def advice_on_scales(dtype: str) -> str:
 
 
 def advice_on_width(form: KvFormat, width: int) -> str:
-    """The end of an error message about a row of `width` columns, which are no whole blocks of a format."""
+    """The end of an error message about a row whose `width` is not a multiple of the format's `group`."""
     return f": append zeros up to {-(-width // form.group) * form.group}"
 
 
@@ -231,25 +231,25 @@ def element_of(form: KvFormat) -> str:
 
 
 def scaled_format(name: str, pages_dtype: str, scales_dtype: str, count: int) -> KvFormat:
-    """The format of pages whose scale pages, called `name`, have a dtype and `count` numbers for each row."""
+    """The format that has such pages, with `count` numbers per row in its scale pages. Errors call these `name`."""
     known = [form for form in SCALED_FORMATS if element_of(form) == pages_dtype]
     if not known:
         pages = " or ".join(dict.fromkeys(map(element_of, SCALED_FORMATS)))
         raise InvalidInput(f"expected {name} only with pages of {pages}, got pages of {pages_dtype}")
-    like = [form for form in known if form.scales == scales_dtype]
-    found = [form for form in like if form.group or form.scales_of_row(0) == count]
-    if not like:
+    same_scales = [form for form in known if form.scales == scales_dtype]
+    matches = [form for form in same_scales if form.group or form.scales_of_row(0) == count]
+    if not same_scales:
         expected = " or ".join(dict.fromkeys(form.scales for form in known))
         raise InvalidInput(
             f"expected {name}.dtype for pages of {pages_dtype} to be {expected}, "
             f"got {scales_dtype}{advice_on_scales(scales_dtype)}"
         )
-    if not found:
-        expected = " or ".join("2 (scale, zero point)" if form.zero == "stored" else "1" for form in like)
+    if not matches:
+        expected = " or ".join("2 (scale, zero point)" if form.zero == "stored" else "1" for form in same_scales)
         raise InvalidInput(
             f"expected {name} for pages of {pages_dtype} to have {expected} {scales_dtype} for each row, got {count}"
         )
-    return found[0]
+    return matches[0]
 
 
 def named_format(name: str, zero: str | None, scales_dtype: str | None) -> KvFormat:
@@ -261,8 +261,8 @@ def named_format(name: str, zero: str | None, scales_dtype: str | None) -> KvFor
     if zero is not None and not known[0].zero:
         raise InvalidInput(f"expected zero=None with {name!r}, which has no zero points, got {zero!r}")
     of_zero = [form for form in known if form.zero == (known[0].zero if zero is None else zero)]
-    found = [form for form in of_zero if scales_dtype in (None, form.scales)]
-    if not found:
+    matches = [form for form in of_zero if scales_dtype in (None, form.scales)]
+    if not matches:
         expected = " or ".join(form.scales for form in of_zero)
         raise InvalidInput(f"expected scales_dtype of {name!r} to be {expected}, got {scales_dtype}")
-    return found[0]
+    return matches[0]

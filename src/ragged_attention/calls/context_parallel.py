@@ -9,7 +9,7 @@ from ragged_attention.calls.sharding import KvShard, dtype_of_parts, expect_divi
 
 
 def page_size_of(pages: Any) -> int:
-    """The page size of a cache, an array or a pair of arrays [P, G, ...]."""
+    """The page size G of a cache, which is an array [P, G, ...] or a pair of such arrays."""
     return (pages[0] if isinstance(pages, (tuple, list)) else pages).shape[1]
 
 
@@ -17,9 +17,9 @@ def page_size_of(pages: Any) -> int:
 class Ranks:
     """The ranks that divide the positions of one call; a front end supplies its operations and communication."""
 
-    shard: KvShard  # the rule that divides positions, with this rank
-    size_name: str  # the number of ranks, in error messages
-    operations: Any  # the front end, whose methods are the operations
+    shard: KvShard  # the rule that divides positions, and this rank's index
+    size_name: str  # what error messages call the number of ranks
+    operations: Any  # the front end, which has the operations as methods
     namespace: Any  # torch or jax.numpy
     take_along_axis: Callable[[Any, Any, int], Any]
     arange: Callable[[int, Any], Any]  # i32 numbers from 0 up to the first argument, on the device of the second one
@@ -73,10 +73,10 @@ class Ranks:
     def one_query_each(
         self, q: Any, kv_lens: Any, page_indices: Any, cu_q_lens: Any, num_seqs: Any
     ) -> tuple[Any, Any, Any]:
-        """The lengths, block table and prefix sums of the batch with every query as a sequence.
+        """The lengths, block table and prefix sums of a batch in which each query is a sequence of its own.
 
-        A rank's keys are not the last ones of a sequence, so a causal mask cannot be aligned at their end. Instead each
-        query gets the number of positions that it sees. A padding row sees none.
+        A causal mask is aligned with a sequence's last key, which may be on another rank. So each query gets, as its
+        length, the number of positions that it sees. For a padding row that number is 0.
         """
         count, ends = kv_lens.shape[0], cu_q_lens[1:]
         tokens = self.arange(q.shape[0], kv_lens)
@@ -90,7 +90,7 @@ class Ranks:
         return lens, page_indices[seqs], self.arange(q.shape[0] + 1, kv_lens)
 
     def _own_entries(self, positions: Any, topk_lens: Any) -> tuple[Any, Any]:
-        """The rank's positions of each list, as the rank numbers them, first in [S, Q, N], and their count [S, Q]."""
+        """This rank's entries of the lists, numbered locally and moved to the front, [S, Q, N]; their counts [S, Q]."""
         own = self.shard.local(positions)
         if topk_lens is not None:
             lens = topk_lens[:, None] if topk_lens.ndim == 1 else topk_lens
@@ -100,7 +100,7 @@ class Ranks:
         return self.take_along_axis(own, order, -1), (own >= 0).sum(-1, dtype=self.namespace.int32)
 
     def _merge(self, out: Any, lse: Any, sinks: Any, own_heads: bool, out_dtype: Any) -> tuple[Any, Any]:
-        """Exchange partial results [T, H, D_v] and [T, H], float32, in one message, and merge them in rank order."""
+        """Exchange `out` [T, H, D_v] and `lse` [T, H], both float32, in one message, and merge them in rank order."""
         size, (tokens, heads, width) = self.shard.size, out.shape
         if own_heads:
             heads = expect_divisible("num_q_heads of q", heads, size, self.size_name)

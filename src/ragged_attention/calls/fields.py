@@ -17,14 +17,14 @@ from ragged_attention.errors import InvalidInput
 
 FLOATS = ("float32", "float16", "bfloat16")
 WIDE_FLOATS = (*FLOATS, "float64")  # gradients are checked by finite differences, which need float64
-FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")  # those in which caches store keys and values
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz")  # the 8-bit floats in which caches store keys and values
 INT8 = "int8"
 QUANTIZED = (*FLOAT8, INT8)
 INT32 = ("int32",)  # for index arrays
 SMALLEST_FLOAT32 = float(np.finfo(np.float32).tiny)
 LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_KEY_RANGES = 8
-MAX_BLOCK_SIZE = 256  # keys of a block that lists name
+MAX_BLOCK_SIZE = 256  # maximum number of keys in a selected block
 LARGEST_INT32 = int(np.iinfo(np.int32).max)
 
 Dtypes = tuple[str, ...] | Callable[[Any], tuple[str, ...]]  # a function of the record if they depend on other fields
@@ -58,7 +58,7 @@ class Arrays(Protocol):
     def cast(self, array: Any, dtype: str) -> Any: ...
 
     def constant(self, array: Any) -> Any:
-        """The array, through which nothing is differentiated."""
+        """The array as a constant, without a gradient."""
         ...
 
     def copy(self, array: Any) -> Any:
@@ -80,7 +80,8 @@ def wide_dtype(array: Any) -> str:
 
 
 def is_array(value: Any) -> bool:
-    if isinstance(value, (int, float)):  # NumPy's float64 is a number too, and Dynamo's open numbers refuse `hasattr`
+    # NumPy's float64 is a float, not an array. Under torch.compile, Dynamo's symbolic floats do not support `hasattr`.
+    if isinstance(value, (int, float)):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype")
 
@@ -105,7 +106,7 @@ def expect_array(name: str, value: Any, shape: str, dtypes: tuple[str, ...], siz
         advice = ": convert it once a step, not in every layer" if dtype == "int64" and dtypes == INT32 else ""
         if dtype == "float4_e2m1fn_x2" and "uint8" in dtypes:
             advice = ": take its .view(torch.uint8)"
-        if shape == "H" and dtypes == ("float32",) and dtype in FLOATS:  # sinks and slopes, parameters of a model
+        if shape == "H" and dtypes == ("float32",) and dtype in FLOATS:  # sinks and slopes are model parameters
             advice = ": convert it once, by .float() in torch or .astype('float32') in jax"
         raise InvalidInput(f"expected {name}.dtype to be {' or '.join(dtypes)}, got {dtype}{advice}")
     letters = shape.split()
@@ -129,7 +130,7 @@ def _kind(value: Any) -> str:
 
 
 def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
-    """Check a number that is finite in float32; a positive one must be a normal float32."""
+    """Check that a number is finite in float32. With `positive`, it must be at least the smallest normal float32."""
     if not is_number(value):
         raise TypeError(f"expected {name} to be a number, got {_kind(value)}")
     # torch.compile can trace comparisons of a symbolic float, but not `math.isfinite`.
@@ -144,7 +145,7 @@ def expect_number(name: str, value: Any, *, positive: bool = False) -> None:
 
 
 def expect_divisor(name: str, value: Any) -> None:
-    """Check a number that float32 can divide by."""
+    """Check that a number has at least the magnitude of the smallest normal float32, so that it can divide."""
     expect_number(name, value)
     if not abs(value) >= SMALLEST_FLOAT32:
         least = f"{SMALLEST_FLOAT32}, the smallest normal float32"
@@ -181,7 +182,7 @@ def field(kind: "Kind", *, default: Any = dataclasses.MISSING) -> Any:
 
 
 class Sizes(dict[str, int]):
-    """The sizes of a call's axes by letter. Each checked array adds the sizes of its axes; S also adds S+1."""
+    """The sizes of a call's axes by letter. Each checked array adds the sizes of its axes; an axis S also adds S+1."""
 
     def bind(self, shape: str, value: Array) -> None:
         for letter, size in zip(shape.split(), value.shape, strict=True):
@@ -195,22 +196,22 @@ class Kind:
 
     optional: bool = False  # whether None is valid
     checked_last: bool = False  # whether it is checked after later fields, because it must match their sizes
-    hint: bool = False  # whether results do not depend on it
+    hint: bool = False  # whether its value does not affect the results
     unit_stride: bool = False  # whether rows must be contiguous: in torch the last stride must be 1
     written: bool = False  # whether the operation writes it: in torch in place, in jax as a new array
 
     schema_type = "Tensor"  # the type in a torch schema, without the `?` of an optional one
-    scalars: ClassVar[tuple[type, ...]] = ()  # the types of numbers, flags and texts that it takes as they are
+    scalars: ClassVar[tuple[type, ...]] = ()  # the Python types that it accepts unchanged: numbers, flags or strings
 
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         """A public function's argument, converted to the record's."""
         return arrays.array(name, value)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """Raise unless the value, which is not an allowed None, is valid. By default, the record checks it."""
+        """Raise unless the value is valid; records do not pass a None that is allowed. By default, check nothing."""
 
     def schema(self, name: str) -> tuple[str, ...]:
-        """The flat arguments in a torch schema; `{}` is a placeholder for the mark of a written argument."""
+        """The flat arguments in a torch schema; `{}` is a placeholder for a written argument's mark, such as `(a!)`."""
         return (f"{self.schema_type}{'{}' if self.written else ''}{'?' if self.optional else ''} {name}",)
 
     def flatten(self, name: str, value: Any) -> tuple[Any, ...]:
@@ -223,7 +224,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class ArrayKind(Kind):
-    """An array, whose shape is given in letters. Without a shape, the record checks the array."""
+    """An array. Its `shape` is given in letters, such as "T H D". If it is None, the record checks the array."""
 
     shape: str | None = None
     dtypes: Dtypes = ()
@@ -302,7 +303,7 @@ class Flag(_Scalar):
 
 @dataclasses.dataclass(frozen=True)
 class Text(_Scalar):
-    """A string, one of `choices`; if they are empty, the record checks it."""
+    """A string, one of `choices`. If `choices` is empty, the record checks the string."""
 
     choices: tuple[str, ...] = ()
     schema_type = "str"
@@ -320,9 +321,9 @@ class Dtype(Text):
     def prepare(self, name: str, value: Any, arrays: Arrays) -> Any:
         if value is None or isinstance(value, str):
             return value
-        said = str(value)
-        if said.startswith("torch."):
-            return said.removeprefix("torch.")
+        text = str(value)
+        if text.startswith("torch."):
+            return text.removeprefix("torch.")
         is_dtype = isinstance(value, (np.dtype, type)) or (hasattr(value, "dtype") and not hasattr(value, "shape"))
         return np.dtype(value).name if is_dtype else value
 
@@ -334,7 +335,7 @@ class Count(Kind):
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
         if is_integer(value):
-            if "S" in sizes:  # otherwise an array is missing, and the record raises for that
+            if "S" in sizes:  # otherwise an array is missing, and the record raises an error about it
                 expect_num_seqs(value, sizes["S"])
         else:
             _expect_one_int32(name, value)
@@ -379,7 +380,7 @@ def expect_scales(name: str, value: Any, heads_name: str, num_heads: int) -> Non
 class Scale(Kind):
     """The scale of cached values: a number, or an array with one element or one per KV head.
 
-    New rows are divided by it when they are written to the cache, by a write or as an attention's `new_kv`.
+    New rows are divided by the scale when a write, or an attention with `new_kv`, stores them in the cache.
     """
 
     divides: bool = False  # whether every call divides by it; otherwise only a call with `new_kv` does
@@ -460,12 +461,12 @@ class Pair(Kind):
 
 
 class RotaryTable(Pair):
-    """The cosines and sines of all positions in one array or two. Unlike pages, they have no heads."""
+    """The cosines and sines of all positions, in one array or a pair. Unlike pages, these arrays have no head axis."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RelativeBias(ArrayKind):
-    """A table of biases by distance: [H, B] for all queries, or one of each query, [T, H, B]."""
+    """A table of biases by distance: [H, B] for all queries, or a table per query, [T, H, B]."""
 
     tokens: str = "T"  # the letter of the axis of queries
 
@@ -506,7 +507,7 @@ def expect_lists(name: str, got: int, num_kv_heads: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Selected(ArrayKind):
-    """The blocks of keys that each query sees, a list for each KV head, [T, K, N], or one for all, [T, 1, N]."""
+    """The blocks of keys that each query sees: a list for each KV head, [T, K, N], or one for all heads, [T, 1, N]."""
 
     dtypes: Dtypes = INT32
     tokens: str = "T"  # the letter of the axis of queries

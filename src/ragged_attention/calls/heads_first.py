@@ -110,7 +110,7 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
 
     @property
     def scales(self) -> tuple[Any, Any]:
-        """The scales of K and V, f32 [K, P, G, 1] each, or None twice."""
+        """The scales of K and V, f32 [K, P, G, 1] each; (None, None) if the pages are not pairs."""
         return (self.k_pages[1], self.v_pages[1]) if self.quantized else (None, None)
 
     @property
@@ -133,9 +133,9 @@ class HeadsFirstCall(HeadsFirstSizes, GroupedCall):
         return (Result(self.out_shape, self.q.dtype),)
 
     def as_ragged(self, **changes: Any) -> "RaggedHeadsFirst":
-        """This call as a call of ragged paged attention, whose index arrays are in `changes`.
+        """This call as a call of ragged paged attention, with the index arrays in `changes`.
 
-        It has the stored pages; if they have scales, the caller must apply them.
+        Its pages are the stored arrays. If they have scales, the caller must apply these.
         """
         values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
         values |= {"q": self.q, "kv_pages": self.arrays, "page_indices": self.page_indices, "causal": True}
@@ -204,7 +204,7 @@ class PrefillAttention(HeadsFirstCall):
         return 1
 
     def as_ragged(self, **changes: Any) -> RaggedHeadsFirst:
-        """The sequence's rows come first, so `cu_q_lens` is [0, their count]."""
+        """As in the base class. The sequence's rows come first, so `cu_q_lens` should be [0, number of these rows]."""
         return HeadsFirstCall.as_ragged(self, **{"sliding_window": self.sliding_window} | changes)
 
     def check_values(self) -> None:

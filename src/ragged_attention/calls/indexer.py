@@ -69,13 +69,13 @@ class IndexerSelection(IndexerQueries):
 class KeysCall(PagesCall):
     """The base of records with index queries, and with keys that are packed or lie in pages.
 
-    Each query sees a range of packed keys (`starts`, `stops`), the packed keys in its list (`indices`), or the causal
-    part of its sequence's pages.
+    A call has one of three forms. Each query sees a range of packed keys (`starts`, `stops`), the packed keys in its
+    list (`indices`), or the causal part of its sequence's pages.
     """
 
     CACHE: ClassVar[str] = "keys"
-    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = (("starts", "stops"), TABLES)  # arguments that go together
-    # The arguments that only one form has, by an argument of that form.
+    FORMS: ClassVar[tuple[tuple[str, ...], ...]] = (("starts", "stops"), TABLES)  # the arguments that select each form
+    # The further arguments that only one form has, by one of the arguments that select this form.
     OF_FORMS: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "starts": ("relative", "max_keys"),
         "page_indices": ("num_seqs", "ratio"),
@@ -92,7 +92,7 @@ class KeysCall(PagesCall):
     ratio: int  # the number of tokens per key in a page
 
     def _expect_one_form(self) -> None:
-        """Raise unless the call has the arguments of one form, which says where keys are and which a query sees."""
+        """Raise unless the call has the arguments of exactly one form."""
         names = [name for form in self.FORMS for name in form if getattr(self, name) is not None]
         form = next((form for form in self.FORMS if [*form] == names), None)
         if form is None:
@@ -124,7 +124,7 @@ class KeysCall(PagesCall):
 
     @property
     def key_dtypes(self) -> tuple[str, ...]:
-        """The dtypes of keys that are not pages of bytes."""
+        """The valid dtypes of keys that are not pages of bytes."""
         return tuple(dict.fromkeys((dtype_name(self.q), E4M3)))
 
     def _expect_bytes(self) -> None:
@@ -181,7 +181,7 @@ class KeysCall(PagesCall):
 
     @property
     def page_size(self) -> int:
-        """The number of positions per page; packed keys are one page."""
+        """The number of positions per page; packed keys count as one page."""
         return self.keys.shape[1] if self.paged else self.keys.shape[0]
 
     @property
@@ -197,7 +197,7 @@ class KeysCall(PagesCall):
     def token_capacity(self) -> int:
         """The maximum number of tokens per sequence; longer lengths are clamped to it. See `PagesCall.capacity`.
 
-        The last `ratio - 1` of them have no key yet.
+        The last `ratio - 1` of these tokens have no key yet.
         """
         return min((self.columns + 1) * self.ratio - 1, 2**31 - 2**16)
 
@@ -213,7 +213,7 @@ def _listed(form: tuple[str, ...]) -> str:
 
 
 def _short(form: tuple[str, ...]) -> str:
-    """The name of a form in an error message. That of pages has too many arguments to list."""
+    """The name of a form in an error message: its arguments, or only the first if there are more than two."""
     return _listed(form) if len(form) < 3 else form[0]
 
 
@@ -247,7 +247,7 @@ class IndexerCall(IndexerQueries, KeysCall):
 
 
 def check_ranges(starts: Any, stops: Any, limit: int) -> None:
-    """Raise `InvalidInput` naming the first range that does not lie in [0, limit]. Expects NumPy arrays, or None."""
+    """Raise `InvalidInput` for the first edge of a range that is outside [0, limit]. Expects NumPy arrays or None."""
     for name, edges in (("starts", starts), ("stops", stops)):
         if edges is None:
             continue

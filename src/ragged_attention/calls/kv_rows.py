@@ -38,12 +38,12 @@ class RowsCall(Call):
 
     @property
     def num_kv_heads(self) -> int:
-        """K; 1 for a single row [W]."""
+        """The size of the axis K; 1 for a single row [W]."""
         return self.rows.shape[-2] if len(self.rows.shape) > 1 else 1
 
     @property
     def num_tokens(self) -> int:
-        """The number of times that there are rows of K heads."""
+        """The number of tokens: the product of the axes before [K, W]."""
         return math.prod(self.rows.shape[:-2])
 
 
@@ -56,7 +56,7 @@ def expect_rows(name: str, rows: Any, dtypes: tuple[str, ...]) -> None:
 
 
 def expect_blocks(name: str, form: KvFormat, width: int) -> None:
-    """Check that the columns of a row are whole blocks of a format."""
+    """Check that the number of columns of a row is a multiple of the format's `group`."""
     if form.group and width % form.group:
         advice = advice_on_width(form, width)
         raise InvalidInput(f"expected {name} in {form.name} to be a multiple of {form.group}, got {width}{advice}")
@@ -144,7 +144,7 @@ class DequantizeKv(RowsCall):
 
     @property
     def scales_of_rows(self) -> Any:
-        """The scales with an axis for those of a row, [..., n]; None without scales."""
+        """The scales, with a last axis for the scales of a row: [..., n], in which n may be 1; None without scales."""
         if self.scales is None or len(self.scales.shape) == len(self.codes.shape):
             return self.scales
         return self.scales[..., None]

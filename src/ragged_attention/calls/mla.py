@@ -102,7 +102,7 @@ class SparsePrefillCall(LatentPagesCall, LatentCall):
 
     kv: Any
     indices: Any
-    cache_format: str | None = None  # a gradient takes plain rows only
+    cache_format: str | None = None  # gradients support only plain rows
     cache_layout: str | None = None
 
     @property
@@ -115,7 +115,7 @@ class SparsePrefillCall(LatentPagesCall, LatentCall):
 
     @property
     def page_size(self) -> int:
-        """The number of rows per page; packed rows are pages of one row."""
+        """The number of rows per page; packed rows count as pages of one row."""
         return 1 if len(self.kv.shape) == 3 else self.kv.shape[1]
 
 
@@ -400,7 +400,7 @@ class RaggedMlaAttention(ScaledLatentCall, LatentCall, RaggedCall):
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
         rows = {"kv": arguments["new_kv"], "cache": arguments["kv_cache"]}
-        # The write takes d_v for nothing but the rotary columns' scale.
+        # The write uses d_v only to find the rotary columns, which `rope_scale` divides.
         d_v = None if arguments["rope_scale"] is None else arguments["d_v"]
         return super().arguments_of_write(arguments) | rows | {"d_v": d_v}
 

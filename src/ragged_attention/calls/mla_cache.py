@@ -56,8 +56,9 @@ def expect_layout(name: str, cache_layout: Any) -> None:
 def format_of(name: str, cache: Any, given: str | None, row_width: int | None = None) -> str:
     """The format of a cache of valid dtype and rank: `plain` or a name in CACHE_FORMATS.
 
-    With `row_width`, the number of columns of a row, 8-bit numbers may be plain too: they share one scale, which the
-    caller knows. In every quantised format, the bytes per token differ from the number of columns.
+    Callers pass `row_width`, the number of columns of a row, if a cache of 8-bit numbers may be `plain` too, with a
+    scale that the call gives. Such a cache is recognised by its width: in every quantised format, the number of bytes
+    per token differs from the number of columns.
     """
     if given is not None:
         expect_format("cache_format", given, plain=True)
@@ -87,7 +88,7 @@ def expect_cache(
     name: str, cache: Any, given: str | None, cache_layout: str | None, floats: tuple[str, ...] = FLOATS,
     row_width: int | None = None,
 ) -> str:  # fmt: skip
-    """Check a paged cache by itself and return its format. With `row_width` it may be 8-bit and plain."""
+    """Check a paged cache alone and return its format. If `row_width` is given, 8-bit numbers may be `plain`."""
     eight_bit = BYTES if row_width is None else tuple(dict.fromkeys((*BYTES, *QUANTIZED)))
     expect_array(name, cache, "P G K C", (*floats, *eight_bit), {})
     format_name = format_of(name, cache, given, row_width)
@@ -103,9 +104,9 @@ def expect_cache(
 
 
 class CacheKind(Kind):
-    """A paged latent cache, plain or quantised, in the call's format or the one that its dtype and width imply.
+    """A paged latent cache in the call's `cache_format`, or else in the format that its dtype and width imply.
 
-    It may be 8-bit and plain if the call has a `row_width`.
+    If the call has a `row_width`, a cache of 8-bit numbers may be `plain`.
     """
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
@@ -218,9 +219,9 @@ class ScaledLatentCall(LatentPagesCall):
     rope_scale: Any
 
     def _expect_scales(self) -> None:
-        """Check that a plain int8 cache has a scale and a quantised format, which stores its scales, has none.
+        """Check that the call gives a scale for a plain int8 cache, and no scale for a quantised cache.
 
-        A plain cache of 8-bit floats has a default scale of 1.
+        A quantised cache stores its scales. A plain cache of 8-bit floats has a default scale of 1.
         """
         expect_no_scales(self.format, kv_scale=self.kv_scale, rope_scale=self.rope_scale)
         if self.format == "plain" and self.cache_dtype == INT8 and self.kv_scale is None:
@@ -264,7 +265,7 @@ class LatentWrite(ScaledLatentCall, TableWrite):
         return self.kv.shape[0]
 
     def check_strides(self, strides: Callable[[Any], tuple[int, ...]]) -> None:
-        """Refuse gaps between rows in the layout "page", where offsets are counted from the start of the page."""
+        """Refuse gaps between rows in the layout "page", in which scales are found by their offset in the page."""
         if self.kv_format.planar:
             expect_packed_rows("cache", self.cache, strides, f" for {self.format!r}")
 

@@ -25,16 +25,16 @@ BLOCK_ROWS = 64  # query rows per program
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeSchedule:
-    """The division of the work of `mla_decode`, which `make_decode_schedule` returns for all layers of a model.
+    """How `mla_decode` divides its work among programs. `make_decode_schedule` makes it once for all layers of a model.
 
-    It is valid for calls with the shapes and lengths that it was made for. Shapes are always checked, lengths only
-    under `validate="full"`. With other lengths results stay correct, but the work is divided badly.
+    A schedule suits calls with the shapes and lengths that it was made for. Calls always check the shapes, and check
+    the lengths only under `validate="full"`. With other lengths the results are correct, but the work is divided badly.
     """
 
     # i32 [programs, 8]: first sequence, its first block, last sequence, its end block, first split, 0 0 0
     parts: Any
     num_splits: Any  # i32 [S + 1], prefix sums of the number of splits per sequence
-    lens: Any = None  # i32 [S], the lengths that it was made for; None if they are unknown
+    lens: Any = None  # i32 [S], the lengths that the schedule was made for; None if unknown
     extra_lens: Any = None  # i32 [S], the lengths of the lists into the second cache
     made_for: tuple[int, ...] = ()  # sequences, query tokens per sequence, query heads, KV heads, top-k, extra top-k
 
@@ -50,7 +50,7 @@ def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_in
         raise TypeError(f"expected schedule to be a DecodeSchedule, got {type(schedule).__name__}")
     lists = [value for value in (indices, extra_indices) if value is not None]
     if not all(is_array(value) and len(value.shape) > 2 for value in (q, kv_cache, *lists)):
-        return None  # the record raises a better message
+        return None  # the record's own checks raise a clearer error
     counts = [0 if value is None else value.shape[-1] for value in (indices, extra_indices)]
     needed = (*q.shape[:3], kv_cache.shape[2], *counts)
     for name, need, made in zip(SHAPES, needed, schedule.made_for, strict=False):
@@ -61,7 +61,7 @@ def schedule_arrays(schedule: Any, q: Any, kv_cache: Any, indices: Any, extra_in
 
 
 def scheduled_lens(lens: Any, most: int) -> Any:
-    """The length of each sequence's longest list, clamped to [0, most], as in a schedule. Expects NumPy arrays."""
+    """The length of each sequence's longest list, clamped to [0, most], as schedules have it. Expects NumPy arrays."""
     if lens is None:
         return np.int32(most)
     lens = np.clip(lens, 0, most)
@@ -70,15 +70,15 @@ def scheduled_lens(lens: Any, most: int) -> Any:
 
 @record
 class MakeDecodeSchedule(Call):
-    """The arguments of `make_decode_schedule`, as the number of keys that each sequence reads.
+    """The arguments of `make_decode_schedule`, converted to the number of keys that each sequence reads.
 
-    That function takes the shapes of a decode call, and `kv_lens` or the sizes of lists; `prepare` converts them.
+    The public function takes the shapes of a decode call, and `kv_lens` or the sizes of lists. `prepare` converts them.
     """
 
     NUM_RESULTS: ClassVar[int | None] = 2
 
     lens: Any = field(ArrayKind("S", INT32))  # the length of each sequence or of its longest list
-    extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # the longest list into the second cache
+    extra_lens: Any = field(ArrayKind("S", INT32), default=None)  # the longest list's length, for the second cache
     sparse: bool = field(Flag(), default=False)
     num_parts: int | None = field(Integer(least=1), default=None)
     overhead: int = field(Integer(), default=5)
@@ -127,11 +127,11 @@ class MakeDecodeSchedule(Call):
         return self.lens.shape[0]
 
 
-SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # with their minima
+SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv_heads": 1}  # each with its minimum
 
 
 def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
-    """The length of each sequence's longest list, clamped to the size of a list; None without such lists."""
+    """The length of each sequence's longest list, at most the argument `name`; None if the call has no such lists."""
     topk, lens = given[name], given[f"{name}_lens"]
     if topk is None:
         return None

@@ -147,5 +147,5 @@ class NormRopeWrite(PagedCall, RotatingWrite):
 
     @property
     def copies(self) -> bool:
-        """Whether rows are stored unchanged, as by `WriteKvPages`; rotated rows never are."""
+        """False: rows are rotated before they are stored, while a `WriteKvPages` may copy them unchanged."""
         return False

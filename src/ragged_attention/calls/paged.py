@@ -1,4 +1,4 @@
-"""The records of the operations over a paged KV cache of K and V heads."""
+"""The records of the operations over a paged KV cache of K and V heads. A *side* of the cache is its K or its V."""
 
 import abc
 import dataclasses
@@ -55,9 +55,9 @@ PACKED = "uint8"  # the dtype of pages whose elements hold two 4-bit codes
 
 
 def expect_pages(name: str, kv_pages: Any, call: Any, sizes: Sizes) -> None:
-    """Check `kv_pages` by itself: combined `[P, G, 2K, D]`, or a `(k_pages, v_pages)` pair of `[P, G, K, D]`.
+    """Check `kv_pages` alone: combined `[P, G, 2K, D]`, or a pair `(k_pages, v_pages)` of `[P, G, K, D]`.
 
-    A uint8 element holds two columns.
+    An element of uint8 pages holds two columns, so such pages have half as many elements per row.
     """
     if not isinstance(kv_pages, (tuple, list)):
         expect_array(name, kv_pages, "P G 2K D", _page_dtypes(call), {})
@@ -85,13 +85,13 @@ def _page_dtypes(call: Any) -> tuple[str, ...]:
 
 
 def _columns(pages: Any) -> int:
-    """The columns of an element of pages."""
+    """The number of columns that one element of the pages holds."""
     return 2 if dtype_name(pages) == PACKED else 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ScalePages(ArrayKind):
-    """The scales that are stored with the rows of K or of V, [P, G, K, n]; the record checks them.
+    """The stored scales of the rows of one side, [P, G, K, n]. The record checks them.
 
     Callers may leave out the last axis if n is 1.
     """
@@ -110,7 +110,7 @@ class ScalePages(ArrayKind):
 
 
 def with_scale_pages(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments with a `k_scale` or `v_scale` of three or more axes as the side's scale pages."""
+    """The arguments, with a `k_scale` or `v_scale` of three or more axes moved to that side's scale pages."""
     moved = dict(arguments)
     for side in ("k", "v"):
         scale, name = arguments[f"{side}_scale"], f"{side}_scale_pages"
@@ -144,9 +144,9 @@ def expect_head_dim(name: str, head_dim: int) -> None:
 
 
 def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments with the tables cut to the live sequences if their number is a Python int.
+    """The arguments, with the tables cut to the live sequences if `num_seqs` is a Python int.
 
-    A number in an array is not read, since that would wait for the device.
+    If `num_seqs` is an array, the tables keep their size, because reading it would wait for the device.
     """
     count = arguments["num_seqs"]
     if not is_integer(count) or not is_array(arguments["kv_lens"]):
@@ -161,10 +161,10 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> dict[str, Any]:
-    """The arguments with float8_e4m3fn queries widened to the dtype of `cache`, or to bfloat16 if that is 8-bit.
+    """The arguments with float8_e4m3fn queries widened to the dtype of `cache`, or to bfloat16 if `cache` is 8-bit.
 
-    `q_scale` is applied: a number is multiplied into `sm_scale`; an array multiplies the queries in float32 before they
-    are rounded.
+    `q_scale` is applied too. A number is multiplied into `sm_scale`. An array multiplies the queries in float32, before
+    they are rounded to the wider dtype.
     """
     q, q_scale, sm_scale = (arguments[name] for name in ("q", "q_scale", "sm_scale"))
     if not is_array(q) or dtype_name(q) != "float8_e4m3fn":
@@ -184,7 +184,7 @@ TABLES = ("page_indices", "kv_lens", "cu_q_lens")
 
 
 def tables_for_slots(arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a write. A tuple (page_indices, kv_lens, cu_q_lens) as `slot_mapping` becomes those three."""
+    """A write's arguments, with a tuple (page_indices, kv_lens, cu_q_lens) in `slot_mapping` moved to these three."""
     tables = arguments["slot_mapping"]
     if not isinstance(tables, (tuple, list)) or any(map(is_number, tables)):
         return arguments  # the record refuses a list of slots
@@ -240,7 +240,8 @@ class PagesCall(Call):
     def capacity(self) -> int:
         """The maximum number of positions per sequence; longer lengths are clamped to it.
 
-        It is the size of a row of `page_indices`, limited so that a block after the last position stays within int32.
+        It is the number of positions in a row of `page_indices`, but at most 2**31 - 2**16, so that the end of a block
+        after the last position still fits int32.
         """
         return min(self.pages_per_seq * self.page_size, 2**31 - 2**16)
 
@@ -260,7 +261,7 @@ class PagesCall(Call):
 
 
 class TableWrite(PagesCall):
-    """The base of writes of this step's rows, to slots or to the positions that an attention's tables give them."""
+    """The base of writes of this step's rows, to slots or to the positions that an attention's tables imply."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
     WRITES: ClassVar[bool] = True
@@ -320,7 +321,7 @@ class RaggedCall(PagesCall, GroupedCall, WritingCall):
         return tuple(self.named_results().values())
 
     def requested(self, **arrays: Any) -> Any:
-        """Those of a backend's results that are requested, in their order; one alone is no tuple."""
+        """The requested results of a backend: a tuple in their order, or the array itself if only one is requested."""
         results = [arrays[name] for name in self.named_results()]
         return tuple(results) if len(results) > 1 else results[0]
 
@@ -352,7 +353,7 @@ class PagedCall(PagesCall):
     def _expect_cache(self, name: str, array: Array) -> None:
         """Check the page size and the formats of the pages.
 
-        Pages without scale pages have the dtype of `array`, which is argument `name`, or are 8-bit.
+        Pages without scale pages must be 8-bit or have the dtype of `array`, the argument called `name`.
         """
         if self.page_size < 1:
             raise InvalidInput(f"expected page_size >= 1, got {self.page_size}")
@@ -361,13 +362,14 @@ class PagedCall(PagesCall):
                 self._expect_unscaled(side, pages, name, array)
             else:
                 self._expect_scaled(side, scales)
-        if dtype_name(array) not in QUANTIZED:  # codes are copied to the pages, without scales
+        if dtype_name(array) not in QUANTIZED:  # otherwise rows are codes, copied without scales
             self._expect_scales_of_integers()
 
     def _expect_scales_of_integers(self) -> None:
-        """Refuse int8 pages of a side without a scale or scale pages. Pages of 8-bit floats have a default scale of 1.
+        """Refuse int8 pages if their side has neither a scale nor scale pages.
 
-        Floats cover the usual values of K and V without a scale; integers do not.
+        Pages of 8-bit floats have a default scale of 1, since floats cover the usual values of K and V without a scale.
+        Integers do not.
         """
         sides = zip("kv", self.sides, (self.k_scale, self.v_scale), self.scale_pages, strict=True)
         missing = [
@@ -407,7 +409,7 @@ class PagedCall(PagesCall):
                 f"expected the head size of {side}_pages in {form.name} to be a multiple of {form.group}, "
                 f"got {width}{advice}"
             )
-        # The last axis may have been left out, so that errors are about the others, or about its size.
+        # `prepare` may have added the last axis. So an error shows only the first three axes, or only the last one.
         name, expected, got = f"{side}_scale_pages", [self.num_pages, self.page_size, self.num_kv_heads], scales.shape
         if list(got[:3]) != expected:
             both = self.combined and list(got[:3]) == [*expected[:2], 2 * self.num_kv_heads]
@@ -420,9 +422,9 @@ class PagedCall(PagesCall):
             )
 
     def expect_new_rows(self, rows: Sequence[tuple[str, Any]]) -> None:
-        """Check that the new rows of K and V, given with their names, suit scale pages: they are no codes.
+        """Check that the new rows of K and V, each given with its name, suit scale pages: rows must not be codes.
 
-        They have twice as many columns as pages that hold two in an element.
+        If an element of the pages holds two columns, rows have twice as many columns as the pages have elements.
         """
         for side, pages, scales, (name, array) in zip("kv", self.sides, self.scale_pages, rows, strict=True):
             if scales is None or not is_array(array) or len(array.shape) != 3:
@@ -444,7 +446,7 @@ class PagedCall(PagesCall):
 
     @property
     def scale_pages(self) -> tuple[Any, Any]:
-        """The scale pages of K and V, None for a side without."""
+        """The scale pages of K and V; None for a side without scale pages."""
         return self.k_scale_pages, self.v_scale_pages
 
     @property
@@ -473,9 +475,9 @@ class PagedCall(PagesCall):
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """The dtype of 8-bit pages, in which new keys and values are accepted too; empty for other pages.
+        """The dtype of 8-bit pages, if new keys and values may also come in it, as codes; otherwise empty.
 
-        Codes without their scales could not be stored in pages that have scale pages.
+        It is empty for pages with scale pages, because such codes would come without their scales.
         """
         dtypes = {dtype_name(pages) for pages in self.sides}
         return tuple(dtypes) if len(dtypes) == 1 and dtypes <= {*QUANTIZED} and not self.scaled else ()
@@ -495,7 +497,7 @@ class PagedCall(PagesCall):
 
 
 def _format_of(name: str, pages: Array, scales: Any) -> KvFormat:
-    """The format of a side of the cache; `name` is that of its scale pages."""
+    """The format of a side of the cache; `name` is the name of its scale pages in an error."""
     dtype = dtype_name(pages)
     if scales is None:
         return UNSCALED_FORMATS[dtype]
@@ -547,7 +549,7 @@ class WriteKvPages(PagedCall, TableWrite):
 
     @property
     def copies(self) -> bool:
-        """Whether k and v have the dtype of the 8-bit pages already: they are copied, and scales are ignored."""
+        """Whether k and v already have the dtype of 8-bit pages. If so, they are copied, and scales are ignored."""
         return dtype_name(self.k) in QUANTIZED
 
 
@@ -599,7 +601,7 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
         self._expect_groups()
 
     def _expect_groups(self) -> None:
-        """Check that every KV head serves the same number of query heads. Pages with heads first fail this check."""
+        """Check that every KV head serves the same number of query heads; the error asks about heads-first pages."""
         num_q_heads, num_kv_heads, parts = self.q.shape[1], self.num_kv_heads, 2 if self.combined else 1
         if num_q_heads >= 1 and num_q_heads % num_kv_heads == 0:
             return
@@ -624,10 +626,10 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
 
 
 def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int = 1, within: bool = True) -> None:
-    """Raise `InvalidInput` naming the first invalid value of the tables of a ragged call. Expects NumPy arrays.
+    """Raise `InvalidInput` for the first invalid value in the tables of a ragged call. Expects NumPy arrays.
 
-    A page holds `page_size` rows, each of which stands for `ratio` tokens. `within` says whether the queries must be
-    within the keys of their sequence; a call over a part of the cache may have fewer keys.
+    A page holds `page_size` rows, and each row stands for `ratio` tokens. With `within`, a sequence must have at least
+    as many keys as queries. A call over a part of the cache may have fewer keys, so it passes `within=False`.
     """
     num_tokens, page_size = call.num_tokens, call.page_size
     max_num_seqs, pages_per_seq = call.page_indices.shape

@@ -1,7 +1,7 @@
-"""The division of attention among devices: the axes of heads in its arrays, and the positions of each rank.
+"""The rules that divide attention among devices: the head axes of its arrays, and the positions of each rank.
 
-The rules need no framework: `ragged_attention.torch.distributed` and `ragged_attention.jax.distributed` apply them and
-add the communication.
+The rules are independent of the framework. `ragged_attention.torch.distributed` and `ragged_attention.jax.distributed`
+apply them and add the communication.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ from ragged_attention.errors import InvalidInput
 
 # ---- heads
 
-LATENTS = ("k", "kv", "kv_cache", "cache", "extra_kv_cache")  # [..., K, D], but their kinds name no axes
+LATENTS = ("k", "kv", "kv_cache", "cache", "extra_kv_cache")  # arguments [..., K, D] whose kinds have no shape
 SUMS_OVER_HEADS = ("indexer_logits",)  # a rank's result is a partial sum
 NEEDS_ALL_HEADS = ("indexer_topk", "attention_target")  # results depend on the sum over all heads
-# One latent row serves all heads, and rows of K or V may have no axis of heads.
+# Operations without heads to divide: one latent row serves all heads, and rows of K or V may have no head axis.
 WITHOUT_HEADS = ("quantize_mla_cache", "dequantize_mla_cache", "quantize_kv", "dequantize_kv")
 
 
@@ -49,7 +49,7 @@ class Heads:
         return size // 2 if combined else size
 
     def are_divided(self, argument: str, shape: tuple[int, ...], size: int, combined: bool = False) -> bool:
-        """Whether `size` ranks divide the heads. A single KV head or a single scale serves all queries undivided.
+        """Whether `size` ranks divide the heads. A single KV head or scale is not divided: it serves all queries.
 
         Raises:
             InvalidInput: the number of heads is not a multiple of `size`.
@@ -62,16 +62,16 @@ class Heads:
         return True
 
 
-SERVES_ALL = Heads(-3, "K")  # of keys [N, D], which have no axis of heads: one KV head serves all queries
+SERVES_ALL = Heads(-3, "K")  # for keys [N, D] without a head axis: one KV head serves all queries
 
 
 def heads_of_fields(record: type[Call]) -> dict[str, Heads]:
-    """The heads of each argument of an operation that has heads."""
+    """The heads of an operation's arguments by name. Arguments without heads are left out."""
     return {name: heads for name, kind in record.KINDS.items() if (heads := _heads_of(name, kind)) is not None}
 
 
 def heads_of_arguments(record: type[Call]) -> dict[str, Heads]:
-    """`heads_of_fields` by the names of the flat arguments, which are those of torch's operators."""
+    """The heads of an operation's arguments by flat name, as torch's operators name them."""
     return {
         flat.split()[-1]: heads
         for name, heads in heads_of_fields(record).items()
@@ -102,7 +102,7 @@ def _heads_of(name: str, kind: Kind) -> Heads | None:
 def expect_each_its_own_heads(record: type[Call], advice: str) -> None:
     """Raise `InvalidInput` for an operation that a rank cannot compute from its own heads alone.
 
-    The message ends with `advice`, the way to compute it in the caller's framework.
+    The message ends with `advice`, which says how to compute the operation in the caller's framework.
     """
     if record.OPERATION in NEEDS_ALL_HEADS:
         what = f"{record.OPERATION} with all heads on each device"
@@ -110,9 +110,9 @@ def expect_each_its_own_heads(record: type[Call], advice: str) -> None:
 
 
 def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, Heads] | None]:
-    """For each result, an argument with the same number of heads, and the result's heads.
+    """The heads of each result, and the name of an argument with the same number of heads; None if there are no heads.
 
-    `ranks` are the numbers of axes of the results.
+    `ranks` has the number of axes of each result.
     """
     arguments = heads_of_arguments(record)
     if record.OPERATION.endswith("_backward"):
@@ -127,7 +127,7 @@ def heads_of_results(record: type[Call], ranks: list[int]) -> list[tuple[str, He
 
 
 def is_sum_over_heads(record: type[Call], heads: Heads, shape: tuple[int, ...]) -> bool:
-    """Whether a result is a sum to which each rank adds a part, such as the gradient of a single KV head.
+    """Whether a result is the sum of a part from each rank, such as the gradient of a single KV head.
 
     `heads` and `shape` are those of the argument that `heads_of_results` names for the result.
     """
@@ -139,16 +139,16 @@ def is_sum_over_heads(record: type[Call], heads: Heads, shape: tuple[int, ...]) 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KvShard:
-    """The positions of a sequence that a rank holds: ranks take turns, with `interleave` positions each.
+    """The positions of a sequence that a rank holds: blocks of `interleave` positions go to the ranks in rotation.
 
-    Position p belongs to rank `p // interleave % size`, which numbers its positions from 0 without gaps. If
-    `interleave` is the page size, ranks take pages in turn. If it is `pages * page_size`, the first rank has the first
-    `pages` pages of a sequence, the second rank the next `pages`, up to `size * pages` pages. vLLM calls this number
-    `cp_kv_cache_interleave_size`.
+    Position p belongs to rank `p // interleave % size`, and each rank numbers its positions from 0 without gaps. If
+    `interleave` is the page size, page i belongs to rank `i % size`. If it is `pages * page_size`, the first rank has
+    the first `pages` pages of a sequence and the second rank the next `pages`. After `size * pages` pages, the first
+    rank is next again. vLLM calls `interleave` `cp_kv_cache_interleave_size`.
 
     Args:
         size: the number of ranks.
-        interleave: the number of positions in a turn.
+        interleave: the number of positions in a block.
         rank: the rank, an int or (in jax) a traced i32; None if only the device knows it.
 
     Raises:
@@ -171,18 +171,18 @@ class KvShard:
 
     def lengths(self, kv_lens: Any) -> Any:
         """How many of the first `kv_lens` positions the rank holds; integers of any shape and framework."""
-        rounds, rest = kv_lens // (self.size * self.interleave), kv_lens % (self.size * self.interleave)
-        return rounds * self.interleave + (rest - self._rank() * self.interleave).clip(0, self.interleave)
+        rounds, remainder = kv_lens // (self.size * self.interleave), kv_lens % (self.size * self.interleave)
+        return rounds * self.interleave + (remainder - self._rank() * self.interleave).clip(0, self.interleave)
 
     def local(self, positions: Any) -> Any:
-        """Positions as the rank numbers them; -1 for positions of other ranks and for negative ones."""
-        turn, within = positions // self.interleave, positions % self.interleave
-        # 1 or 0, since jax's strict promotion refuses to multiply integers by bools
-        mine = (1 - abs(turn % self.size - self._rank()).clip(0, 1)) * (1 + positions.clip(-1, 0))
-        return mine * (turn // self.size * self.interleave + within + 1) - 1
+        """Positions in the rank's own numbering; -1 for positions of other ranks and for negative positions."""
+        block, within = positions // self.interleave, positions % self.interleave
+        # `owned` is 1 or 0, because jax's strict promotion refuses to multiply integers by bools.
+        owned = (1 - abs(block % self.size - self._rank()).clip(0, 1)) * (1 + positions.clip(-1, 0))
+        return owned * (block // self.size * self.interleave + within + 1) - 1
 
     def columns(self, pages_per_seq: int, page_size: int) -> list[int]:
-        """The rank's columns of the block table [S, pages_per_seq] of all ranks, in order.
+        """The columns, in order, of the whole block table [S, pages_per_seq] whose pages belong to the rank.
 
         Raises:
             InvalidInput: the rule divides the positions of a page among ranks.
@@ -213,7 +213,7 @@ def expect_divisible(name: str, count: int, size: int, what: str) -> int:
 
 
 def dtype_of_parts(q: Any) -> str | None:
-    """The `out_dtype` for float32 partial results, None if q is float32: not every backend takes `out_dtype`."""
+    """The `out_dtype` for float32 partial results. None if q is float32, as some backends take no `out_dtype`."""
     return None if dtype_name(q) == "float32" else "float32"
 
 
@@ -231,9 +231,9 @@ def expect_ring(q: Any, k: Any, v: Any) -> None:
 
 
 def zigzag_order(num_tokens: int, size: int) -> list[range]:
-    """The rows of packed tokens in zigzag order: `2 * size` ranges of equal length, two for each rank.
+    """The rows of packed tokens in zigzag order: `2 * size` pieces of equal length, two for each rank.
 
-    Rank r has pieces r and `2 * size - 1 - r` of the tokens, which divides the work of causal attention evenly. Raises
+    Rank r has pieces r and `2 * size - 1 - r` of the tokens. This divides the work of causal attention evenly. Raises
     `InvalidInput` if the number of tokens is not a multiple of `2 * size`.
     """
     piece = expect_divisible("the number of tokens", num_tokens, 2 * size, "2 * the group's size")
@@ -242,9 +242,10 @@ def zigzag_order(num_tokens: int, size: int) -> list[range]:
 
 
 def zigzag_pairs(rank: int, source: int, causal: bool) -> list[tuple[int, int, bool]]:
-    """The pairs of pieces that attend, of a rank's queries and a source's keys, each with whether its mask is causal.
+    """The pairs of a query piece of `rank` and a key piece of `source` that attend, and whether each mask is causal.
 
-    Between two different ranks, causal attention needs two of the four pairs, so no rank of a ring waits for another.
+    Between two different ranks, causal attention always needs two of the four pairs. The work is thus equal, and no
+    rank of a ring waits for another.
     """
     if not causal:
         return [(0, 0, False), (0, 1, False), (1, 0, False), (1, 1, False)]

@@ -1,4 +1,4 @@
-"""The record of the target distribution by which an indexer of sparse attention is trained."""
+"""The record of `attention_target`: the target distribution for training the indexer of sparse attention."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -60,7 +60,7 @@ class AttentionTarget(KeysCall):
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
-        """Also takes keys and lists with one KV head, as `sparse_mla_prefill` has them, and cuts gradients off."""
+        """The record's arguments, without gradients. An axis of one KV head is removed from `keys` and `indices`."""
         prepared = super().prepare(arguments, arrays)
         for name in ("keys", "indices"):
             array = prepared[name]

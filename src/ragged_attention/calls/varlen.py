@@ -140,7 +140,7 @@ class VarlenAttention(VarlenCall):
     deterministic: bool = field(Flag(), default=False)
 
     def named_results(self) -> dict[str, Result]:
-        """The results by name, in their order."""
+        """The results by name, in order."""
         out, lse = Result(self.out_shape, self.q.dtype), Result(self.out_shape[:2], self.lse_dtype)
         return {"out": out, "lse": lse, **self.max_logits_if_requested()}
 
@@ -150,7 +150,7 @@ class VarlenAttention(VarlenCall):
     def as_ragged(self) -> "RaggedPacked":
         """This call as a call of ragged paged attention in which each key counts as a page.
 
-        `kv_lens` holds `cu_kv_lens`. There is no page table.
+        `kv_lens` holds `cu_kv_lens`. There is no page table, so `page_indices` is only a placeholder.
         """
         values: dict[str, Any] = dict.fromkeys(RaggedPagedAttention.argument_names())
         given = {name: getattr(self, name) for name in self.argument_names() if name in values}
@@ -182,7 +182,7 @@ class RaggedPacked(RaggedPagedAttention):
 
     @property
     def capacity(self) -> int:
-        """The number of all keys; none of the sequences can have more."""
+        """The total number of keys, which no sequence can exceed."""
         return self.num_pages
 
 

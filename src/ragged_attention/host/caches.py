@@ -1,7 +1,7 @@
 """Stores compiled code on disk, and checks that it may be loaded from there.
 
-This process will run the stored code. So a file is used only if nobody except this user and root can have written it;
-like ssh, we trust the folders above the user's home.
+This process will run the stored code. So a file is used only if nobody except this user and root could have written
+it. Like ssh, this module trusts the folders above the user's home.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ DIGEST = hashlib.sha256().digest_size  # bytes that `write` puts before the cont
 
 
 def cache_home() -> Path:
-    """The folder of the user's caches. Raises `RuntimeError` if there is none."""
+    """The folder of the user's caches. Raises `RuntimeError` if it depends on a home directory that is unknown."""
     # The XDG specification says to ignore a relative path, which would depend on the working directory.
     if (base := Path(os.environ.get("XDG_CACHE_HOME", ""))).is_absolute():
         return base
@@ -25,12 +25,12 @@ def cache_home() -> Path:
 
 
 def cache_folder() -> Path:
-    """This project's folder among them. Raises `RuntimeError` if there is none."""
+    """This project's folder in `cache_home()`, which may raise `RuntimeError`."""
     return cache_home() / "ragged_attention"
 
 
 def why_untrusted(path: Path) -> str | None:
-    """Why other users could have written the file at a path, which need not exist; None if nobody else could."""
+    """The reason why another user could have written the file at `path`, or None. The file need not exist."""
     path = path.resolve()
     try:
         home = Path.home().resolve()
@@ -38,13 +38,13 @@ def why_untrusted(path: Path) -> str | None:
         home = None
     for place in (path, *path.parents):
         try:
-            found = place.stat()
+            status = place.stat()
         except FileNotFoundError:
             continue
-        if found.st_uid not in (0, os.geteuid()):
+        if status.st_uid not in (0, os.geteuid()):
             return f"{place} belongs to another user"
         # In a folder with the sticky bit, nobody can rename or remove other users' files.
-        if _others_write(found) and (place == path or not found.st_mode & stat.S_ISVTX):
+        if _others_write(status) and (place == path or not status.st_mode & stat.S_ISVTX):
             return f"others can write {place}"
         if place == home:
             break
@@ -57,23 +57,23 @@ def expect_trusted(path: Path) -> None:
         raise PermissionError(reason)
 
 
-def _others_write(found: os.stat_result) -> bool:
+def _others_write(status: os.stat_result) -> bool:
     """Whether the mode of a file lets anybody except its owner write it."""
-    if found.st_mode & stat.S_IWOTH:
+    if status.st_mode & stat.S_IWOTH:
         return True
-    return bool(found.st_mode & stat.S_IWGRP) and not _is_own(found.st_gid)
+    return bool(status.st_mode & stat.S_IWGRP) and not _is_own(status.st_gid)
 
 
 def _is_own(group: int) -> bool:
     """Whether a group is the user's private one: it has the user's name and no other members."""
-    import grp  # Windows has neither of these two
+    import grp  # Windows has neither of these two modules
     import pwd
 
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return found.gr_name == user.pw_name and user.pw_gid == group and not set(found.gr_mem) - {user.pw_name}
+    return entry.gr_name == user.pw_name and user.pw_gid == group and not set(entry.gr_mem) - {user.pw_name}
 
 
 def make_folder(folder: Path) -> None:
@@ -86,16 +86,16 @@ def make_folder(folder: Path) -> None:
 def read(path: Path) -> bytes | None:
     """The content that `write` stored at a path; None if it is absent, damaged, or perhaps written by another user."""
     try:
-        kept = None if why_untrusted(path) else path.read_bytes()
+        stored = None if why_untrusted(path) else path.read_bytes()
     except OSError:
         return None
-    if kept is None or hashlib.sha256(kept[DIGEST:]).digest() != kept[:DIGEST]:
+    if stored is None or hashlib.sha256(stored[DIGEST:]).digest() != stored[:DIGEST]:
         return None
-    return kept[DIGEST:]
+    return stored[DIGEST:]
 
 
 def write(path: Path, content: bytes) -> None:
-    """Store content at a path atomically, even if others write there simultaneously. Raises `OSError`."""
+    """Store content at a path atomically, even if other processes write there at the same time. Raises `OSError`."""
     make_folder(path.parent)
     expect_trusted(path.parent)
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")

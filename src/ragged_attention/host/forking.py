@@ -1,6 +1,6 @@
-"""Keeps forks safe: a fork copies all memory, but only the thread that forks.
+"""Makes forks safe. A fork copies all memory, but of all threads only the one that forks.
 
-`import ragged_attention` loads this, so that a fork before the first call is known too.
+`import ragged_attention` loads this module, so it notices even forks before the first call.
 """
 
 import contextlib
@@ -9,11 +9,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-FORKED_WITHOUT_EXEC = 0x40  # Linux: PF_FORKNOEXEC, among the flags of a process
+FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC, a bit of a process's flags in Linux
 
 
 def _was_forked() -> bool:
-    """Whether this process is a forked copy itself, as far as Linux tells."""
+    """Whether this process is itself a forked copy, according to Linux; False on other systems."""
     try:
         with open("/proc/self/stat", "rb") as file:
             flags = int(file.read().rpartition(b")")[2].split()[6])
@@ -24,17 +24,17 @@ def _was_forked() -> bool:
 
 _forked = _was_forked()
 _changed = threading.Condition()
-_inside: Counter[int] = Counter()  # how often each thread is inside `postponed`
+_inside: Counter[int] = Counter()  # the number of `postponed` contexts that each thread is inside
 
 
 def forked() -> bool:
-    """Whether this process is the copy of one that may have had threads, such as those of an OpenMP library."""
+    """Whether this process is a copy of a process that may have had more threads, such as an OpenMP library's."""
     return _forked
 
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Make forks by other threads wait: in the copy, half-done work would stay half done and locks would stay held."""
+    """Make forks by other threads wait, because the copy would have this thread's half-done work and held locks."""
     thread = threading.get_ident()
     with _changed:
         _inside[thread] += 1
@@ -49,14 +49,14 @@ def postponed() -> Iterator[None]:
 
 
 def _before() -> None:
-    _changed.acquire()  # held until the copy is made, so that no thread enters `postponed` before
+    _changed.acquire()  # held until the fork is done, so that no thread enters `postponed` before
     _changed.wait_for(lambda: not _inside.keys() - {threading.get_ident()})
 
 
 def _in_child() -> None:
     global _forked
     _forked = True
-    for gone in _inside.keys() - {threading.get_ident()}:  # if Ctrl-C interrupted the wait
+    for gone in _inside.keys() - {threading.get_ident()}:  # some are left if Ctrl-C interrupted the wait
         del _inside[gone]
     _changed.release()
 

@@ -17,9 +17,9 @@ _running = False
 
 @contextlib.contextmanager
 def interpreting() -> Iterator[None]:
-    """Run one launch at a time, without NumPy's floating-point warnings, since a GPU gives none.
+    """A context for one launch at a time, without NumPy's floating-point warnings, since a GPU gives none.
 
-    Raises `RuntimeError` within another launch of this thread, for example in a signal handler.
+    Raises `RuntimeError` if this thread is already inside a launch, for example in a signal handler.
     """
     global _running
     with forking.postponed(), _one_at_a_time, np.errstate(all="ignore"):
@@ -36,10 +36,10 @@ def interpreting() -> Iterator[None]:
 
 @functools.cache
 def let_scalars_be_indices(interpreter: Any) -> None:
-    """Let kernels loop up to a scalar in Triton 3.6, whose interpreter fails to with NumPy 2.4 and newer.
+    """Make loops up to a scalar work in Triton 3.6, whose interpreter fails on them with NumPy 2.4 and newer.
 
-    The interpreter holds a scalar as an array of one element, which NumPy no longer converts by `int`, so nearly every
-    kernel with a loop raises a TypeError. Triton 3.7 fixes it (triton-lang/triton#9171).
+    The interpreter stores a scalar as an array of one element. `int` no longer accepts such an array, so nearly
+    every kernel with a loop raises a TypeError. Triton 3.7 fixes this (triton-lang/triton#9171).
     """
     if not sys.modules["triton"].__version__.startswith("3.6."):
         return

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import config as jax_config  # nothing public tells whether the TPU interpret mode is on
+from jax._src import config as jax_config  # no public name says whether the TPU interpret mode is on
 
 from ragged_attention.calls import FLOAT8, Call, Device, is_array
 from ragged_attention.calls.base import shared_memory_of
@@ -19,7 +19,7 @@ from ragged_attention.host.interpreting import interpreting
 from ragged_attention.protocols import OPTIONS, PackedArrays, Shaped
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# Formats may also have scales of 8 bits.
+# Caches do not store values in E8M0, but some formats have scales of this 8-bit dtype.
 FLOAT8_DTYPES = tuple(jnp.dtype(name) for name in (*FLOAT8, E8M0))
 
 
@@ -27,7 +27,7 @@ FLOAT8_DTYPES = tuple(jnp.dtype(name) for name in (*FLOAT8, E8M0))
 def jax_triton() -> Any:
     """The module jax_triton, or the exception that its import raised.
 
-    Its import empties TRITON_CACHE_DIR, which other users of Triton in this process need; so it is restored.
+    The import clears TRITON_CACHE_DIR. Other users of Triton in this process need this variable, so it is restored.
     """
     before = os.environ.get("TRITON_CACHE_DIR")
     try:
@@ -43,16 +43,16 @@ def jax_triton() -> Any:
 def _why_no_triton(platform: str) -> str | None:
     if platform not in ("cuda", "rocm") or os.environ.get("TRITON_INTERPRET") == "1":
         return None
-    if isinstance(found := jax_triton(), ImportError):
-        return f"jax_triton cannot be imported: {type(found).__name__}: {str(found).splitlines()[0]}"
+    if isinstance(error := jax_triton(), ImportError):
+        return f"jax_triton cannot be imported: {type(error).__name__}: {str(error).splitlines()[0]}"
     return None
 
 
 def device_facts(platform: str) -> Device:
     """The static facts about a platform, by which a backend is selected.
 
-    If this process has no such device and lowers for another machine, `cuda` means an H100 or H200, and `tpu` the
-    device of the current mesh (`jax.sharding.use_abstract_mesh`).
+    If this process has no such device and lowers for another machine, `cuda` means an H100 or H200, and `tpu` means
+    the device of the current mesh (`jax.sharding.use_abstract_mesh`).
     """
     facts = _facts(platform)
     if (reason := _why_no_pallas(platform)) is not None:
@@ -90,12 +90,12 @@ def _mesh_device() -> Any:
 
 def _why_no_pallas(platform: str) -> str | None:
     if platform == "cpu" and interpreted_tpu() is None:
-        return "runs on TPUs, on a CPU inside pltpu.force_tpu_interpret_mode() only"
+        return "runs on TPUs, and on a CPU only inside pltpu.force_tpu_interpret_mode()"
     if platform not in ("cpu", "tpu"):
         return f"runs on TPUs, got a call from {platform}"
     device = _mesh_device()
     if platform == "tpu" and jax.default_backend() != "tpu" and getattr(device, "platform", None) != "tpu":
-        return "no TPU is here, nor is one the device of the mesh in force (jax.sharding.use_abstract_mesh)"
+        return "this machine has no TPU, and neither has the current mesh (jax.sharding.use_abstract_mesh)"
     return None
 
 
@@ -166,7 +166,7 @@ def to_numpy(array: Any) -> np.ndarray:
         return array.view(np.uint8)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return array
-    with np.errstate(invalid="ignore"):  # signaling NaNs
+    with np.errstate(invalid="ignore"):  # a signaling NaN would cause a warning
         return array.astype(np.float64)
 
 
@@ -210,7 +210,7 @@ def _target(function: Any, platform: str) -> str:
 
 
 class Launcher(PackedArrays):
-    """Runs kernels for calls on jax arrays, traced or not, which XLA keeps contiguous.
+    """Runs kernels on jax arrays, which may be traced. XLA keeps all arrays contiguous.
 
     `protocols.Launcher` describes the methods.
     """
@@ -222,7 +222,7 @@ class Launcher(PackedArrays):
         self, kernel: Any, grid: tuple[int, ...], inputs: Sequence[Any], outputs: Sequence[Shaped], *,
         inplace: Sequence[int] = (), **arguments: Any,
     ) -> list[Any]:  # fmt: skip
-        """The inputs with the indices `inplace` are returned as new arrays, in the old memory if it is donated."""
+        """The outputs, then the written inputs as new arrays, which reuse the inputs' memory if it is donated."""
         dtypes = [jnp.dtype(dtype) for _, dtype in outputs]
         new = [
             jax.ShapeDtypeStruct(tuple(shape), jnp.uint8 if is_bits(dtype) else dtype)
@@ -239,7 +239,7 @@ class Launcher(PackedArrays):
     def _launch(
         self, kernel: Any, grid: Any, inputs: Any, new: Any, inplace: Any, arguments: dict[str, Any]
     ) -> list[Any]:
-        """Launch a grid that is not empty. In `inputs` and `new`, 8-bit floats are uint8 already."""
+        """Launch a grid that is not empty. In `inputs` and `new`, uint8 already replaces 8-bit floats."""
         shapes = [*new, *(jax.ShapeDtypeStruct(inputs[index].shape, inputs[index].dtype) for index in inplace)]
         aliases = {index: len(new) + output for output, index in enumerate(inplace)}
         if hasattr(kernel, "cache_key") and self.device.platform != "cpu":
@@ -266,18 +266,21 @@ class Launcher(PackedArrays):
 
     @property
     def num_threads(self) -> int:
-        """0: XLA decides, and a native kernel is told when it is called."""
+        """0: XLA decides, and passes the number to a native kernel when it calls the kernel."""
         return 0
 
     def native(
         self, function: Any, operands: Mapping[str, Any], outputs: Mapping[str, Shaped | str | None],
         numbers: Mapping[str, int | float],
     ) -> dict[str, Any]:  # fmt: skip
-        """XLA gets empty arrays for absent ones, all integers in one attribute, and each other number in its own."""
+        """Call a compiled function through XLA's FFI and return its results by name.
+
+        An empty array replaces an absent operand. One attribute has all integers; every other number has its own.
+        """
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
         shapes, aliases = [], {}
         for index, given in enumerate(map(outputs.__getitem__, record.RESULTS)):
-            if isinstance(given, str):  # XLA writes the operand in place if it can, else a copy
+            if isinstance(given, str):  # XLA overwrites the operand if it can, and otherwise a copy
                 aliases[record.OPERANDS.index(given)] = index
                 given = (operands[given].shape, operands[given].dtype)
             shape, dtype = ((0,), jnp.int32) if given is None else given
@@ -311,7 +314,7 @@ class Launcher(PackedArrays):
                 shapes.append(jax.ShapeDtypeStruct(item.shape, item.dtype))
         arrays, statics = split(call.flatten(call.arguments()))
         leaves, structure = jax.tree.flatten(arrays)
-        record = type(call)  # the callback must not hold the call, whose traced arrays end with the trace
+        record = type(call)  # the callback must not refer to the call, whose traced arrays are invalid later
 
         def host(*values: Any) -> list[np.ndarray]:
             given = join(record, jax.tree.unflatten(structure, list(map(to_numpy, values))), statics)
@@ -326,13 +329,13 @@ Statics = tuple[tuple[int, Any], ...]
 
 
 def split(flat: list[Any]) -> tuple[dict[int, Any], Statics]:
-    """Flat arguments by index, as (arrays and lists of arrays, everything else)."""
+    """The flat arguments by index, in two parts: the arrays and lists of arrays, and everything else."""
     hashable = [() if isinstance(value, list) and not value else value for value in flat]
     arrays = {index: value for index, value in enumerate(hashable) if is_array(value) or isinstance(value, list)}
     return arrays, tuple((index, value) for index, value in enumerate(hashable) if index not in arrays)
 
 
 def join(record: type[Call], arrays: Mapping[int, Any], statics: Statics) -> dict[str, Any]:
-    """The record's arguments from the results of `split`."""
+    """The record's arguments, from the two parts that `split` returned."""
     flat = dict(statics) | dict(arrays)
     return record.unflatten([flat[index] for index in range(len(flat))])

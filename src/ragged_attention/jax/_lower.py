@@ -44,7 +44,7 @@ class JaxArrays:
         return jnp.asarray(array, dtype)
 
     def constant(self, array: jax.Array) -> jax.Array:
-        # An array of NumPy is a constant, whose dtype has not been checked yet.
+        # A NumPy array is already a constant. Its dtype is not checked yet, so jax might not be able to convert it.
         return jax.lax.stop_gradient(array) if isinstance(array, jax.Array) else array
 
     def copy(self, array: jax.Array) -> jax.Array:
@@ -57,8 +57,8 @@ ARRAYS = JaxArrays()
 def to_jax(value: Any) -> Any:
     """NumPy arrays as jax arrays, NumPy numbers as Python numbers, any other value unchanged.
 
-    A NumPy array of a dtype that jax does not hold, such as int64 without `jax_enable_x64`, stays unchanged, because
-    jax would wrap or round its values.
+    jax *holds* a dtype if, as configured, it has arrays of that dtype. A NumPy array of another dtype, such as int64
+    without `jax_enable_x64`, stays unchanged, because jax would wrap or round its values.
     """
     if isinstance(value, tuple | list):
         return type(value)(to_jax(item) for item in value)
@@ -68,7 +68,7 @@ def to_jax(value: Any) -> Any:
 
 
 def _is_held(dtype: np.dtype) -> bool:
-    """Whether jax, as configured, has arrays of a dtype. NumPy gives bfloat16 and 8-bit floats the kind V."""
+    """Whether jax, as configured, has arrays of a dtype. bfloat16 and 8-bit floats have the kind V in NumPy."""
     return dtype.kind in "biufV" and dtype.itemsize <= 8 and jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
@@ -82,12 +82,12 @@ def expect_held(**given: Any) -> None:
 
 
 def held_by_jax(call: Any, name: str, value: Any) -> Any:
-    """A valid argument in dtypes that jax holds. Raises for values that jax cannot hold."""
+    """A valid argument, with slots in a dtype that jax holds. Raises `InvalidInput` for values that do not fit."""
     if name != "slot_mapping" or not is_array(value) or _is_held(value.dtype):
         expect_held(**{name: value})
         return value
     limits = np.iinfo(np.int32)
-    if isinstance(value, jax.core.Tracer):  # its array was made with jax_enable_x64
+    if isinstance(value, jax.core.Tracer):  # an int64 array made under jax_enable_x64
         with jax.enable_x64(True):
             return jnp.where((limits.min <= value) & (value <= limits.max), value, -1).astype(jnp.int32)
     slots = np.asarray(value)
@@ -159,7 +159,7 @@ class JaxFrontEnd(Operations[jax.Array, Never]):
 def _new_caches(
     record: type[Call], given: Mapping[str, Any], prepared: Mapping[str, Any], written: Sequence[jax.Array]
 ) -> Iterator[Any]:
-    """What a write returns, of the arrays that it has written, in the shapes in which they were given."""
+    """The public results of a write: the `written` arrays in the shapes of the `given` arguments."""
     new = {**prepared, **record.regrouped(prepared, written)}
     for old, cache in zip(record.caches_of(given), record.caches_of(new), strict=True):
         yield cache.reshape(old.shape) if is_array(cache) else cache
@@ -177,9 +177,10 @@ FRONT_END = JaxFrontEnd()
 
 @functools.cache
 def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
-    """Import the backends that may run an operation before jax traces it, because traces depend on what is imported.
+    """Import the backends that may run an operation, before jax traces it.
 
-    The import of Pallas adds a setting to jax, and Numba's package a `state`, so the second call would be traced again.
+    A trace depends on the imported modules: Pallas adds a setting to jax, and Numba's package adds a `state`. If they
+    were imported during the first trace, the second call would be traced again.
     """
     for platform in PLATFORMS:
         for backend in dispatch.candidates(operation, device_facts(platform), names or "auto"):
@@ -189,13 +190,13 @@ def _load_candidates(operation: str, names: tuple[str, ...] | None) -> None:
 
 @contextlib.contextmanager
 def _default_promotion() -> Iterator[None]:
-    """The context with jax's default promotion rules, which this package needs, instead of the caller's."""
+    """A context with jax's default promotion rules, which this package needs. The caller may have set others."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         yield
 
 
 class Request(NamedTuple):
-    """A call's request, hashable: the ordered names of backends, or None for the platform's order, and the options."""
+    """A call's request in hashable form: backend names in order, or None for the platform's order; and options."""
 
     names: tuple[str, ...] | None
     options: tuple[tuple[str, Any], ...]
@@ -218,7 +219,7 @@ def _run(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, gradient: Request | None,
     traced: bool, state: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """Run an operation so that jax can differentiate it, or so that this raises our error if it has no gradient."""
+    """The results of an operation. Differentiating them works, or raises this package's error if it has no gradient."""
 
     @jax.custom_vjp
     def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
@@ -230,7 +231,7 @@ def _run(
                 raise RuntimeError(reason)
         arrays = jax.tree.map(lambda primal: primal.value, given, is_leaf=lambda leaf: hasattr(leaf, "perturbed"))
         results = compute(arrays)
-        # Static, as what is saved can only be in its structure.
+        # These names are static, so among the saved values they can only be keys, which belong to the tree's structure.
         differentiated = {record.name_of(index): () for index, primal in given.items() if primal.perturbed}
         saved = record.SAVED_RESULTS if gradient is not None else {}
         return results, (arrays, {name: results[index] for name, index in saved.items()}, differentiated)
@@ -242,15 +243,15 @@ def _run(
         known = join(record, arrays, statics) | results
         record.expect_gradient(known)
         for name, index in record.RESULT_GRADIENTS.items():
-            towards = cotangents[index]
-            if isinstance(towards, SymbolicZero):  # the result is unused
-                result: Any = towards.aval
-                towards = None if index else jnp.zeros(result.shape, result.dtype)
-            known[name] = towards
+            cotangent = cotangents[index]
+            if isinstance(cotangent, SymbolicZero):  # the result is unused
+                result: Any = cotangent.aval
+                cotangent = None if index else jnp.zeros(result.shape, result.dtype)
+            known[name] = cotangent
         known |= record.requests_of_gradients(differentiated)
         backward = CALLS[f"{record.OPERATION}_backward"]
         arguments = {name: known[name] for name in backward.KINDS}
-        backward(**arguments)  # raises errors that name an argument
+        backward(**arguments)  # checks the arguments, so that errors name them
         given, others = split(backward.flatten(arguments))
         with _default_promotion():
             results = _run(backward, given, others, gradient, None, traced, state)
@@ -267,8 +268,8 @@ def _run(
 def _device_for(platform: str, arguments: Mapping[str, Any]) -> Device:
     """The facts about a platform for a call with these arguments.
 
-    No backend takes an array that Explicit axes of a mesh divide. XLA would gather it on each device without a word,
-    and the results would be whole.
+    No backend takes an array that Explicit axes of a mesh divide. XLA would silently gather such an array on each
+    device, and the results would not be divided.
     """
     device = device_facts(platform)
     for name, value in arguments.items():
@@ -283,7 +284,7 @@ def _device_for(platform: str, arguments: Mapping[str, Any]) -> Device:
 def _on_the_platform(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, traced: bool
 ) -> tuple[jax.Array, ...]:
-    """The operation on each platform for which it may be lowered, by the backend selected there."""
+    """The results of the operation. jax gets a branch for each platform, which runs the backend selected for it."""
 
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
         """The selected backend for this call on a platform, and a function of the arrays that runs it."""
@@ -307,7 +308,7 @@ def _on_the_platform(
             choices[platform] = on(platform)
         except (Unsupported, InvalidInput) as error:
             refusals[platform] = error  # the traced function cannot be lowered for this platform
-    # A call that the caller traces may be lowered for another machine; any other call runs here and now.
+    # A traced call may be lowered for another machine. Any other call runs on this machine at once.
     if here in refusals and not (choices and traced):
         raise refusals[here]
     if not traced:

@@ -1,7 +1,7 @@
-"""Attention over several devices, with the collectives of `jax.shard_map` alone.
+"""Attention over several devices, using only the collectives of `jax.shard_map`.
 
 **Heads.** `over_heads` divides the heads of any operation over an axis of a mesh, under `jit` and for arrays with a
-`NamedSharding`. The devices exchange nothing.
+`NamedSharding`. The devices exchange nothing except sums over heads, which few operations have.
 
 **Positions.** Within a `jax.shard_map` of the caller, `context_parallel_decode` and `context_parallel_mla_decode`
 attend to a KV cache whose positions are divided among devices, and exchange `(out, lse)` once.
@@ -70,13 +70,13 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
         mesh: None means the current mesh (`jax.set_mesh`).
 
     Returns:
-        a function of the operation's arguments, which are whole arrays. Queries, caches, sinks and scales per KV head
-        are divided by heads, and so are lists of blocks per KV head; other index arrays are replicated, and results
-        are divided by heads. If the arrays are already sharded in this way, devices exchange only sums over heads: the
-        logits of an indexer, and the gradient of a single KV head that serves all query heads. Under
-        `batch_invariant=True` the bits are those of one device; otherwise a kernel may choose other KV splits for fewer
-        heads. A cache with a single KV head, such as a cache of latents, is whole on each device. If the call writes
-        it (`new_kv`), each device writes all new rows to its own copy, and the returned cache is whole again.
+        a function of the operation's arguments, which are arrays with all heads. Queries, caches, sinks, scales per KV
+        head and lists of blocks per KV head are divided by heads, and so are the results. Other index arrays are
+        replicated. If the arrays are already sharded in this way, devices exchange only sums over heads: the logits of
+        an indexer, and the gradient of a single KV head that serves all query heads. Under `batch_invariant=True` the
+        bits are those of one device; otherwise a kernel may choose other KV splits for fewer heads. A cache with a
+        single KV head, such as a latent cache, is replicated. If the call writes such a cache (`new_kv`), each device
+        writes all new rows to its own copy, and the returned cache is replicated too.
 
     Raises (when called):
         InvalidInput: the number of heads is not a multiple of the axis's size; the operation needs all heads
@@ -113,11 +113,11 @@ def over_heads(operation: Operation, axis_name: AxisName, *, mesh: jax.sharding.
             leaves = [lax.psum(leaf, axis_name) if sums else leaf for leaf, sums in zip(leaves, summed, strict=True)]
             return jax.tree.unflatten(structure, leaves)
 
-        if getattr(current, "explicit_axes", ()):  # on other axes jax moves the arrays itself
+        if getattr(current, "explicit_axes", ()):  # for other axes, jax moves the arrays itself
             arrays = jax.tree.map(
                 lambda array, spec: jax.sharding.reshard(array, NamedSharding(current, spec)), arrays, specs
             )
-        # jax can follow neither Pallas kernels nor a call that returns divided results beside a whole written cache.
+        # `check_vma` supports neither Pallas kernels, nor calls that return divided results and a replicated cache.
         without_pallas = device_facts(default_platform()).why_unavailable("pallas") is not None
         checks = without_pallas and not (_writes(record, arrays) and PartitionSpec() in jax.tree.leaves(out_specs))
         return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=checks)(arrays)
@@ -134,12 +134,12 @@ def _writes(record: type[Call], arrays: Mapping[str, Any]) -> bool:
 
 
 def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: AxisName) -> Any:
-    """The partition specs of the arrays of an argument."""
+    """The partition specs of an argument's arrays."""
     combined = name == "kv_pages" and is_array(value)
 
     def spec(array: Any) -> PartitionSpec:
         own = Heads(2 - len(array.shape), "K") if name in SCALE_PAGES else heads
-        without_heads = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without an axis of heads
+        without_heads = name in ("kv", "new_kv") and len(array.shape) == 2  # latents without a head axis
         if own is None or without_heads or not own.are_divided(name, array.shape, size, combined):
             return PartitionSpec()
         axis = len(array.shape) + own.axis
@@ -151,7 +151,7 @@ def _specs(heads: Heads | None, name: str, value: Any, size: int, axis_name: Axi
 def _of_results(
     record: type[Call], whole: Any, arrays: Mapping[str, Any], specs: Mapping[str, Any], axis_name: AxisName
 ) -> tuple[list[bool], Any]:
-    """For each result, whether it is a sum over devices; and the partition specs of the results."""
+    """Whether each result is a sum over devices, and the partition specs of the results."""
     leaves, structure = jax.tree.flatten(whole)
     written = (record.CACHE, *SCALE_PAGES) if _writes(record, arrays) else ()
     pages = [leaf for name in written for leaf in jax.tree.leaves(specs.get(name))]
@@ -196,18 +196,18 @@ def context_parallel_decode(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Causal `ragged_paged_attention` of few queries over a KV cache whose positions are divided among devices.
 
-    Letters as in `ragged_paged_attention`. Call it within `jax.shard_map`, on every device of the axis with equal
-    arguments, except for the device's pages.
+    Shapes use the letters of `ragged_paged_attention`. Call it within `jax.shard_map`, on every device of the axis. All
+    arguments must be equal on all devices, except the device's pages.
 
     Args:
-        q, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`, for the whole batch: q [T, H, D], kv_lens i32
-            [S], the lengths over all devices, and cu_q_lens i32 [S + 1].
+        q, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`, for the whole batch: q [T, H, D]; kv_lens i32
+            [S], which counts the keys of all devices; and cu_q_lens i32 [S + 1].
         kv_pages: this device's pages, as `ragged_paged_attention` takes them.
-        page_indices: i32 [S, M], this device's pages of each sequence, as indices into its `kv_pages`; they hold its
-            positions in order, without gaps.
+        page_indices: i32 [S, M], this device's pages of each sequence, as indices into its `kv_pages`. The pages hold
+            the device's positions in order, without gaps.
         axis_name: the axis, or axes, that divide positions.
-        shard: the rule that divides positions; its rank is None. With None, devices take pages in turn (`interleave`
-            is the page size).
+        shard: the rule that divides positions; its rank is None. By default, pages go to the devices in rotation
+            (`interleave` is the page size).
         own_heads: return only this device's H / size heads, in order. An all-to-all of 1 / size of the data then
             replaces the all-gather. Use it if the same axis divides the heads of the layer.
         max_q_len: 1 promises that no sequence has more than one query, which saves a gather of the page table.
@@ -217,13 +217,13 @@ def context_parallel_decode(
 
     Returns:
         out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, with equal bits on every device; with
-        `return_lse` also lse [T, H] float32. Devices exchange T * H * (D_v + 1) float32 each, once. There is no
-        gradient. jax does not know that the results of all devices are equal: use `check_vma=False`, or an axis in
+        `return_lse` also lse [T, H] float32. There is one exchange, of T * H * (D_v + 1) float32 per device. There is
+        no gradient. jax does not know that the results of all devices are equal: use `check_vma=False`, or an axis in
         `out_specs`.
 
     Raises:
-        InvalidInput: as `ragged_paged_attention`; also if the shard's size differs from the axis's, if it has a rank,
-            or if the number of heads is not a multiple of the axis's size.
+        InvalidInput: as `ragged_paged_attention`; also if the shard has a rank, if its size differs from the axis's, or
+            if `own_heads` is True and the number of heads is not a multiple of the axis's size.
         TypeError, Unsupported: as `ragged_paged_attention`.
     """
     expect_bool("own_heads", own_heads)
@@ -263,24 +263,24 @@ def context_parallel_mla_decode(
 ) -> tuple[jax.Array, jax.Array]:
     """`mla_decode`, dense or sparse, over a latent cache whose positions are divided among devices.
 
-    Letters as in `mla_decode`. Call it within `jax.shard_map`, on every device of the axis with equal arguments, except
-    for the device's cache and pages.
+    Shapes use the letters of `mla_decode`. Call it within `jax.shard_map`, on every device of the axis. All arguments
+    must be equal on all devices, except the device's cache and pages.
 
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this device's pages, in any format.
         page_indices: as in `context_parallel_decode`.
         kv_lens: i32 [S], lengths over all devices, for dense calls, as in `mla_decode`.
-        indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all devices, as an
-            indexer returns them, not slots. Each device reads the keys at its own positions, in their order. Negative
-            positions select nothing.
+        indices: i32 [S, Q, N], **positions** in each query's sequence, counted over all devices, as an indexer returns
+            them; they are not slots. They make the call sparse. Each device reads the keys at its own positions, in
+            the order of the list. Negative positions select nothing.
         topk_lens: i32 [S] or [S, Q], the lengths of the lists; later entries of `indices` are ignored.
         axis_name, shard, own_heads, sinks: as in `context_parallel_decode`.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
         out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32, with equal
-        bits on every device. Devices exchange S * Q * H * (d_v + 1) float32 each, once. There is no gradient.
+        bits on every device. There is one exchange, of S * Q * H * (d_v + 1) float32 per device. There is no gradient.
 
     Raises:
         InvalidInput, TypeError, Unsupported: as `context_parallel_decode` and `mla_decode`.
@@ -298,7 +298,7 @@ def context_parallel_mla_decode(
 
 
 def _ranks(axis_name: AxisName, shard: KvShard | None, cache: Any) -> Ranks:
-    """The devices of an axis, which divide positions by the caller's rule; by default they deal pages in turn."""
+    """The devices of an axis, which divide positions by the caller's rule. By default, pages go to them in rotation."""
     size = lax.axis_size(axis_name)
     shard = shard or KvShard(size, page_size_of(cache))
     shard.expect(size, None)
@@ -340,17 +340,17 @@ def context_parallel_varlen_attention(
         q, k, v: this device's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
             bfloat16.
         cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all devices, equal on all devices. If the last
-            one is less than T, the rows after it are padding.
+            sum is less than T, the rows after it are padding.
         axis_name: the axis that divides tokens.
         sinks: f32 [H], equal on all devices.
-        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. There is no
-            window.
+        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. Windows
+            are not supported.
 
     Returns:
         out [T / size, H, D_v] of q's dtype, in the order of q; with `return_lse` also lse [T / size, H] float32.
-        Differentiable like `varlen_attention`, once. Partial results and gradients of keys are added in float32, in an
-        order that the rank determines. A device sends its keys and values size - 1 times, and again for the gradient.
-        It sends their float32 gradients size times.
+        Like `varlen_attention`, it can be differentiated once. Partial results and gradients of keys are added in
+        float32, in an order that the rank determines. A device sends keys and values size - 1 times, and again for the
+        gradient. It sends float32 gradients of keys and values size times.
 
     Raises:
         InvalidInput: as `varlen_attention`; also if the number of rows is odd, or differs between q, k and v.
@@ -381,8 +381,8 @@ def zigzag_part(whole: jax.Array, size: int) -> jax.Array:
     """Rows of all tokens [T, ...] in zigzag order: first the T / size rows of the first device, and so on.
 
     The tokens are cut into 2 * size pieces. Rank r has the pieces r and 2 * size - 1 - r, which divides the work of
-    causal attention evenly. Call it outside `jax.shard_map`, whose spec then divides the first axis. Divide positions
-    and labels likewise.
+    causal attention evenly. Call this function outside `jax.shard_map`, whose spec then divides the first axis. Reorder
+    positions and labels in the same way.
 
     Raises:
         InvalidInput: T is not a multiple of 2 * size; pad the batch.
@@ -401,14 +401,14 @@ Keys = tuple[jax.Array, jax.Array]
 
 
 class _Ring:
-    """The forward and the backward pass of one call of attention over a ring of devices.
+    """The forward and the backward pass of one attention call over a ring of devices.
 
-    A device's rows are two pieces, so its arrays are [2, rows of a piece, ...] here.
+    A device has two pieces of rows, so its arrays are [2, rows of a piece, ...] here.
     """
 
     def __init__(self, axis_name: AxisName, causal: bool, keywords: Any, gradients: Any) -> None:
         self.axis_name, self.causal = axis_name, causal
-        self.keywords, self.gradients = keywords, gradients  # for varlen_attention, and for its gradient
+        self.keywords, self.gradients = keywords, gradients  # the keywords of varlen_attention and of its gradient
         self.size = lax.axis_size(axis_name)
 
     @property
@@ -423,9 +423,9 @@ class _Ring:
     def around(self, attend: Callable[..., Any], keys: Keys, state: Any, followers: Any) -> tuple[Any, Any]:
         """The state and the followers after `attend(source, own, keys, state, followers)` for the keys of all devices.
 
-        A device's own keys come first. Keys are sent on size - 1 times, while they are in use. `followers` are arrays
-        that belong to the keys, such as their gradients: they are sent on after each call, and return to the keys'
-        device in the end.
+        A device's own keys come first. Keys are sent on size - 1 times, each time while `attend` uses them. `followers`
+        are arrays that belong to the keys, such as their gradients. They are sent on after each call of `attend`, so in
+        the end they return to the device that owns the keys.
         """
         work = functools.partial(attend, self.rank, True)
         axes = varied_axes((keys, self.rank)) | varied_axes(jax.eval_shape(work, keys, state, followers))
@@ -445,10 +445,11 @@ class _Ring:
         return state, self.pass_on(followers)
 
     def pairs(self, source: Any, own: bool, cu_lens: jax.Array, rows: int) -> list[tuple[Any, ...]]:
-        """The pairs of pieces that attend: of this device's queries and of the keys of `source`.
+        """The pairs of a query piece of this device and a key piece of `source` that attend.
 
-        Each is the two indices, the prefix sums within both pieces, and whether the mask is causal. They are the pairs
-        of `zigzag_pairs`, but only the running device knows whether `source` comes earlier.
+        Each pair has the indices of the two pieces, the prefix sums within them, and whether the mask is causal. The
+        pairs are those of `zigzag_pairs`, computed on the device: only there it is known whether `source` comes
+        earlier.
         """
         pairs: list[tuple[Any, Any, bool]] = zigzag_pairs(0, 0, self.causal)
         if self.causal and not own:
@@ -488,7 +489,7 @@ class _Ring:
                     kv_edges, d_lse=_at(d_lse, i), causal=causal, sinks=sinks, **self.gradients,
                 )  # fmt: skip
                 dq, dk, dv = dq.at[i].add(dq_part), dk.at[j].add(dk_part), dv.at[j].add(dv_part)
-                # Every call returns the gradient of the sinks for all its queries, so it is added once.
+                # Every call returns the whole sink gradient of its queries, so it is added once for each query piece.
                 if sinks is not None and own and i == j:
                     d_sinks += d_sink
             return (dq, d_sinks), (dk, dv)
@@ -510,5 +511,5 @@ def _joined(pieces: jax.Array) -> jax.Array:
 
 
 def _at(pieces: jax.Array, index: Any) -> jax.Array:
-    """One of two pieces, by an index that may be traced."""
+    """The piece at `index`, which may be traced."""
     return pieces[index] if isinstance(index, int) else lax.dynamic_index_in_dim(pieces, index, keepdims=False)

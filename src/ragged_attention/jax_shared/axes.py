@@ -1,6 +1,6 @@
-"""The mesh axes of arrays: those that divide an array's type, and those over which it varies within `jax.shard_map`.
+"""The mesh axes of an array: those that divide its type, and those over which it varies within `jax.shard_map`.
 
-jax keeps track of varying axes under `check_vma` only.
+jax keeps track of varying axes only under `check_vma`.
 """
 
 from collections.abc import Callable
@@ -26,14 +26,14 @@ def refusal_of_axes(name: str, axes: tuple[str, ...]) -> str:
 
 
 def varied_axes(arrays: Any) -> frozenset[Any]:
-    """The axes over which any of the arrays varies; empty if jax does not keep track."""
+    """The axes over which at least one of the arrays varies; empty if jax does not keep track of varying axes."""
     leaves = jax.tree.leaves(arrays)
     return frozenset().union(*(_axes(leaf) for leaf in leaves))
 
 
 def _axes(array: Any) -> frozenset[Any]:
     kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
-    counted = getattr(kind, "manual_axis_type", None)  # `vma` before jax 0.10
+    counted = getattr(kind, "manual_axis_type", None)  # jax before 0.10 has `vma` instead
     return (getattr(kind, "vma", None) if counted is None else counted.varying) or frozenset()
 
 
@@ -56,7 +56,8 @@ def as_varied_as(array: jax.Array, like: jax.Array) -> jax.Array:
 def fori_loop(lower: Any, upper: Any, body: Callable[[Any, Any], Any], state: Any) -> Any:
     """`lax.fori_loop` that also works within `jax.shard_map`.
 
-    There jax requires the initial and the final state to vary over equal axes, but loops begin with constants.
+    There jax requires the initial and the final state to vary over the same axes. But a loop's initial state is often a
+    constant, which varies over none.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return lax.fori_loop(lower, upper, body, state)

@@ -1,6 +1,6 @@
 """Encodes latent rows as the bytes of a quantised cache, bit for bit like `reference/`, for the backends in jax.
 
-Where rounding matters the arithmetic is on integers, because XLA flushes subnormal numbers.
+Where rounding matters, the arithmetic uses integers, because XLA flushes subnormal numbers.
 """
 
 from typing import Any, NamedTuple
@@ -27,9 +27,10 @@ class Stored(NamedTuple):
 
 
 def new_rows(call: Any, kv: jax.Array) -> jax.Array:
-    """Rows [T, K, D] of a write as its latent cache stores them, in unsigned integers.
+    """The rows [T, K, D] of a write as its latent cache stores them, in unsigned integers.
 
-    The rows of a plain cache are [T, K, columns]; those of a quantised one are its bytes [T, bytes], in their order.
+    The rows of a plain cache are [T, K, columns]. The rows of a quantised cache are bytes [T, bytes], in the order in
+    which the cache stores them.
     """
     layout = call.kv_format
     if not layout.quantized:
@@ -45,11 +46,11 @@ def new_rows(call: Any, kv: jax.Array) -> jax.Array:
 
 
 def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -> Stored:
-    """The bytes of rows [..., d_qk], the scales with their padding."""
+    """The bytes of rows [..., d_qk]. The bytes of the scales include padding."""
     shape = rows.shape[:-1]
     groups = rows[..., : layout.values].astype(jnp.float32).reshape(*shape, -1, layout.group)
     if layout.packed_codes:
-        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # in order of size, NaN last
+        magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # integers in order of size, NaN last
         values, stored = _to_e2m1(groups, magnitudes.max(axis=-1))
     else:
         values, scales = quantized_groups(groups, power_of_two_scales)
@@ -66,15 +67,15 @@ def quantized(rows: jax.Array, layout: CacheFormat, power_of_two_scales: bool) -
 
 def quantized_groups(groups: jax.Array, power_of_two: bool) -> tuple[jax.Array, jax.Array]:
     """The codes of float32 groups [..., group], as uint8, and the bits of their scales [...], as uint32."""
-    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # ordered by size, NaN last
+    magnitudes = lax.bitcast_convert_type(groups, jnp.uint32) & 0x7FFFFFFF  # integers in order of size, NaN last
     scales = _scales(magnitudes.max(axis=-1), power_of_two)
     scaled = quotient(groups, lax.bitcast_convert_type(scales, jnp.float32)[..., None])
-    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # the sign differs by device
+    scaled = jnp.where(jnp.isnan(scaled), jnp.float32(np.nan), scaled)  # a NaN's sign differs by device
     return codes(scaled, 3, 7, 448.0), scales
 
 
 def _scales(largest: jax.Array, power_of_two: bool) -> jax.Array:
-    """The bits of the scales of groups whose largest magnitude has these bits."""
+    """The bits of the groups' scales. `largest` holds the bits of each group's largest magnitude."""
     scale = quotient(lax.bitcast_convert_type(largest, jnp.float32), jnp.float32(448.0))
     bits = jnp.where(largest >= INFINITY, largest, lax.bitcast_convert_type(scale, jnp.uint32))
     bits = jnp.maximum(bits, LEAST_SCALE)

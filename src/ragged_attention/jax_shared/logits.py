@@ -10,8 +10,9 @@ def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
     """`soft_cap` * tanh(logits / `soft_cap`) of float32 or float64 logits, for any cap that float32 can hold.
 
     XLA and TPUs flush subnormal numbers to 0. So a huge cap and the logits are divided by 32 before the quotient is
-    taken, and logits whose quotient is so small that tanh does not change it are returned unchanged. The bounds, at
-    which tanh is 1, also keep XLA from merging several factors into one, which could be 0 or infinite.
+    taken. Logits whose quotient is so small that tanh does not change it are returned unchanged. The logits are clipped
+    to 32 caps, where tanh is 1. The clip also keeps XLA from merging the factors into one, which could be 0 or
+    infinite.
     """
     unit = 1.0 if soft_cap < 1 else 2.0**-5
     cap = soft_cap * unit
@@ -21,6 +22,6 @@ def soft_capped(logits: jax.Array, soft_cap: float) -> jax.Array:
 
 
 def window_of(call: Any, capacity: int) -> int | None:
-    """The sliding window, or None if it hides none of `capacity` positions: such a window could overflow int32."""
+    """The sliding window, or None if it covers all `capacity` positions, because such a window could overflow int32."""
     window = call.sliding_window
     return None if window is None or window >= capacity else int(window)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-SIGN, INFINITY, MANTISSA = np.int32(-(2**31)), np.int32(0x7F800000), np.int32(0x7FFFFF)  # of float32
+SIGN, INFINITY, MANTISSA = np.int32(-(2**31)), np.int32(0x7F800000), np.int32(0x7FFFFF)  # masks of float32
 BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint64}
 # Mantissa bits, exponent bias, largest finite value.
 FORMATS = {"float8_e4m3fn": (3, 7, 448.0), "float8_e5m2": (2, 15, 57344.0), "float8_e4m3fnuz": (3, 8, 240.0)}
@@ -25,7 +25,7 @@ def per_head(scale: Any, num_kv_heads: int) -> jax.Array:
 def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
     """`values / scale` in float32, rounded to `dtype`, ties to even; 8-bit formats saturate.
 
-    The result is unsigned integers: XLA may convert 8-bit floats to wider ones and lose the sign of a NaN.
+    The result has unsigned integers, because XLA may convert 8-bit floats to wider ones and lose the sign of a NaN.
     """
     if scale is not None:
         values = quotient(values.astype(jnp.float32), scale[:, None])
@@ -41,9 +41,9 @@ def stored_bits(values: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.A
 def quotient(values: jax.Array, divisor: jax.Array) -> jax.Array:
     """`values / divisor` in float32, rounded to nearest; the divisor is broadcast.
 
-    XLA's own division is not rounded to nearest everywhere: on GPUs its error is up to two units in the last place,
-    and XLA multiplies by the reciprocal of a divisor that is a constant or a broadcast. A subnormal divisor counts as 0
-    of its sign, as on devices that flush it.
+    XLA's own division is not always rounded to nearest. On GPUs its error is up to two units in the last place, and if
+    the divisor is a constant or a broadcast, XLA multiplies by its reciprocal. A subnormal divisor counts as 0 of the
+    same sign, as on devices that flush it.
     """
     bits = lax.bitcast_convert_type(divisor, jnp.int32)
     bits = jnp.where(bits & INFINITY == 0, bits & SIGN, bits)
@@ -55,16 +55,16 @@ def nearest_quotient(values: jax.Array, divisor: jax.Array, estimate: jax.Array)
     """The float32 nearest to `values / divisor`, from an estimate that is at most three units in the last place off.
 
     If the dividend or the estimate is 0, subnormal or not finite, the result is the estimate. Otherwise the remainder
-    of a division of integers tells how many units the estimate is off. For a and b in [1, 2), the exponent of
-    a * 2^i / (b * 2^j) is i - j, or i - j - 1 if a < b. The nearest float is unique, for no quotient of two floats is
-    halfway between two others.
+    of an integer division shows how many units the estimate is off. For a and b in [1, 2), the exponent of
+    a * 2^i / (b * 2^j) is i - j, or i - j - 1 if a < b. The nearest float is unique, because no quotient of two floats
+    is halfway between two others.
     """
     dividend, by, guess = (lax.bitcast_convert_type(each, jnp.int32) & ~SIGN for each in (values, divisor, estimate))
     a, b = ((bits & MANTISSA) + MANTISSA + 1 for bits in (dividend, by))
     less = (a < b).astype(jnp.int32)
     power_of_two = ((dividend >> 23) - (by >> 23) + 127 - less) << 23  # as float32 bits
     whole = guess - power_of_two + MANTISSA + 1
-    remainder = (a << (23 + less)) - whole * b  # modulo 2^32, and small
+    remainder = (a << (23 + less)) - whole * b  # modulo 2^32, which is exact because it is small
     off = jnp.zeros_like(guess)
     for halves in (1, 3, 5):
         off += (2 * remainder > halves * b).astype(jnp.int32) - (2 * remainder < -halves * b).astype(jnp.int32)
@@ -76,9 +76,9 @@ def nearest_quotient(values: jax.Array, divisor: jax.Array, estimate: jax.Array)
 def codes(
     values: jax.Array, mantissa_bits: int, bias: int, largest: float, has_negative_zero: bool = True
 ) -> jax.Array:
-    """The codes of an 8-bit float format, by integer arithmetic, because casts differ in how they saturate.
+    """The codes of values in an 8-bit float format. Integer arithmetic replaces casts, which saturate differently.
 
-    In a format without -0, the code of -0 is the only NaN.
+    In a format without -0, the code that -0 would have is the only NaN.
     """
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     sign = ((bits >> 24) & 0x80).astype(jnp.uint8)
@@ -99,7 +99,7 @@ def codes(
 def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
     """`cu_q_lens` within [0, num_tokens], with entries past `num_seqs` replaced by the last live one.
 
-    So sequences past `num_seqs` are empty for any content of those entries, and the edges ascend if the live ones do.
+    So sequences past `num_seqs` are empty, whatever those entries contain, and the edges ascend if the live edges do.
     """
     edges = jnp.clip(cu_q_lens, 0, num_tokens)
     if num_seqs is None:
@@ -123,9 +123,9 @@ def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tupl
 
 
 def addresses_of_tokens(call: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
-    """The page and the offset of each of `num_tokens` packed tokens, by the tables of `call`.
+    """The page and the offset of each of `num_tokens` packed tokens, from the tables of `call`.
 
-    Token i of a sequence stands at position `kv_len - q_len + i`.
+    Token i of a sequence is at position `kv_len - q_len + i`.
     """
     max_num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (max_num_seqs, pages_per_seq):

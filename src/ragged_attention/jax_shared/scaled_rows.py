@@ -1,8 +1,8 @@
-"""Rows of K and V whose scales are stored beside their codes: their values, and how a write quantises new rows.
+"""Decodes rows of K and V that are stored with scales, and quantises new rows for a write.
 
 `write_kv_pages` documents the rules. The codes and scales are bit for bit those of `reference/_scaled_rows.py`. XLA may
-flush subnormal numbers, divide inexactly, and fuse a product with a sum, which then is not rounded in between. So
-exponents are integers, quotients are those of `quotient`, and products are clipped before they are added to.
+flush subnormal numbers, divide inexactly, and fuse a product with a sum without rounding the product. So exponents are
+computed as integers, quotients by `quotient`, and a product is clipped before anything is added to it.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ ZERO_BITS = np.uint32(15)  # the bits of a float32 scale that hold a zero point
 
 
 def values_of(stored: jax.Array, scales: jax.Array | None, form: KvFormat) -> jax.Array:
-    """The float32 values [..., D] of stored rows [..., W] with their scales [..., n], None if the format has none."""
+    """The float32 values [..., D] of stored rows [..., W]. `scales` [..., n] is None if the format has no scales."""
     values = decoded_codes(stored, form)
     if scales is None:
         return values
@@ -66,7 +66,7 @@ def scales_and_zeros(scales: jax.Array, form: KvFormat) -> tuple[tuple[jax.Array
 def e8m0_factors(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Two normal numbers whose product is the power of two that an e8m0 code, as uint8, stands for; NaN for 0xFF.
 
-    2**-127, the least power, would be subnormal.
+    A single factor could be subnormal: the smallest power is 2**-127.
     """
     exponents = stored.astype(jnp.int32) - 127
     first = jnp.where(stored == 0xFF, jnp.float32(np.nan), _power(exponents >> 1))
@@ -110,7 +110,7 @@ def new_rows(call: Any, k: jax.Array, v: jax.Array) -> list[jax.Array]:
 
 
 def _stored_row(call: Any, tokens: jax.Array, scale: Any, form: KvFormat) -> tuple[jax.Array, jax.Array | None]:
-    """What pages and scale pages store for new rows; None for the latter if the format has no scales."""
+    """The bits that pages store for new rows, and those of scale pages, or None if the format has no scales."""
     scale = None if scale is None else per_head(scale, call.num_kv_heads)
     if form.scaled:
         return quantized(tokens, scale, form)
@@ -136,7 +136,7 @@ def quantized(rows: jax.Array, scale: jax.Array | None, form: KvFormat) -> tuple
 
 
 def _symmetric(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, jax.Array]:
-    """Codes about zero, with one scale for each row."""
+    """Codes symmetric about zero, and one scale for each row."""
     largest = LARGEST[form.codes]
     reach = _magnitudes(rows).max(axis=-1, keepdims=True)
     scales = jnp.maximum(quotient(_float(reach), jnp.float32(largest)), LEAST_SCALE)
@@ -151,11 +151,11 @@ def _symmetric(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, jax.Array]:
 
 
 def _shifted(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, jax.Array]:
-    """Codes from 0 to 15 about a zero point, with one scale for each row."""
+    """Codes from 0 to 15, and a scale and a zero point for each row."""
     invalid = (_magnitudes(rows) >= INFINITY).any(axis=-1, keepdims=True)
     least, most = _extremes(rows)
     scales = jnp.maximum(quotient(most - least, jnp.float32(15)), LEAST_SCALE)
-    if form.zero == "stored":  # so that a float16 holds the zero point
+    if form.zero == "stored":  # so that the zero point is within the range of float16
         scales = jnp.maximum(scales, jnp.maximum(most, -least) * (1 / LARGEST_ZERO))
     invalid |= ~jnp.isfinite(scales)
     zeros = 0 - _quotient_of_small(least, scales)
@@ -173,7 +173,7 @@ def _shifted(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, jax.Array]:
 
 
 def _in_blocks_of_e4m3(rows: jax.Array, scale: jax.Array | None, form: KvFormat) -> tuple[jax.Array, jax.Array]:
-    """e2m1 codes with an e4m3 scale for each block."""
+    """e2m1 codes, and an e4m3 scale for each block."""
     blocks = _blocks(rows, form)
     reach = _magnitudes(blocks).max(axis=-1)
     factor = jnp.float32(1) if scale is None else jnp.where(scale < SMALLEST, 0, scale)[:, None]
@@ -186,10 +186,10 @@ def _in_blocks_of_e4m3(rows: jax.Array, scale: jax.Array | None, form: KvFormat)
 
 
 def _in_blocks_of_powers(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, jax.Array]:
-    """e4m3 or e2m1 codes with a power of two as the scale of each block."""
+    """e4m3 or e2m1 codes, and a power of two as the scale of each block."""
     blocks = _blocks(rows, form)
     reach = _magnitudes(blocks).max(axis=-1)
-    # The largest magnitude is m * 2 ** e. e becomes greater by one if m is at least, or greater than, 1.75.
+    # The largest magnitude is m * 2 ** e. e is increased by one if m >= 1.75 for e2m1, or if m > 1.75 for e4m3.
     added, steps = (0x200000, 2) if form.packed_codes else (0x1FFFFF, 8)
     raised = ((reach + np.uint32(added)) >> 23).astype(jnp.int32)
     beyond = raised == 255 if form.packed_codes else reach == INFINITY
@@ -204,7 +204,8 @@ def _in_blocks_of_powers(rows: jax.Array, form: KvFormat) -> tuple[jax.Array, ja
 def e2m1_codes(values: jax.Array) -> jax.Array:
     """The 4-bit codes of float32 values, rounded to nearest, ties to even, saturating; 0 for NaN.
 
-    A code is the number of midpoints between neighbouring values below the magnitude; at a midpoint the even code wins.
+    A code counts the midpoints between neighbouring e2m1 values that are below the magnitude. At a midpoint, the even
+    code wins.
     """
     magnitude = jnp.abs(values)
     code = jnp.zeros(values.shape, jnp.uint8)
@@ -237,7 +238,7 @@ def _magnitudes(numbers: jax.Array) -> jax.Array:
 
 
 def _extremes(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest number of each row [..., D], [..., 1]. Their bits are compared, as integers."""
+    """The smallest and the largest number of each row [..., D], both [..., 1]. Bits are compared as integers."""
     bits = lax.bitcast_convert_type(rows, jnp.int32)
     ordered = bits ^ ((bits >> 31) & np.int32(0x7FFFFFFF))
     extremes = ordered.min(axis=-1, keepdims=True), ordered.max(axis=-1, keepdims=True)
@@ -255,7 +256,7 @@ def _inverse(numbers: jax.Array) -> jax.Array:
 
 
 def _quotient_of_small(numbers: jax.Array, divisors: jax.Array) -> jax.Array:
-    """The quotient of numbers that may be subnormal; those below 1 are multiplied by 2**64 in between."""
+    """The quotients of `numbers`, which may be subnormal. Numbers below 1 are multiplied by 2**64 for the division."""
     small = jnp.abs(numbers) < 1
     enlarged = jnp.where(small, _times_power(numbers, jnp.int32(64)), numbers)
     return quotient(enlarged, divisors) * jnp.where(small, np.float32(2.0**-64), np.float32(1))
@@ -264,7 +265,7 @@ def _quotient_of_small(numbers: jax.Array, divisors: jax.Array) -> jax.Array:
 def _times_power(numbers: jax.Array, exponents: jax.Array) -> jax.Array:
     """Numbers, which may be subnormal, times 2**exponents, for exponents from -127 to 127.
 
-    There are two factors, because one could be subnormal. A result that is subnormal may be 0.
+    The power is the product of two factors, because a single factor could be subnormal. A subnormal result may be 0.
     """
     magnitudes = _magnitudes(numbers)
     subnormal = magnitudes < 0x800000
