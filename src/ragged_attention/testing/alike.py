@@ -34,7 +34,7 @@ from ragged_attention.testing.runner import Runner
 from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
-# A check, the builder of its batch, and the axis of stride 0 for each argument that has one.
+# A check, the builder of its batch, and, for each argument with a stride of 0, the axis of this stride.
 Alike = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]
 
 

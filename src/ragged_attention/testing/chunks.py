@@ -1,7 +1,7 @@
 """Cut packed sequences into chunks, and attend to the same keys in other calls, packed or in pages of any size.
 
 This is what happens to a text in practice: its prompt is prefilled in chunks, its continuation is decoded token by
-token beside other sequences, and all of it is packed again for training.
+token in batches with other sequences, and all of it is packed again for training.
 """
 
 import dataclasses

@@ -211,7 +211,7 @@ def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[An
 def _draw_more(tally: "_Tally", strategy: st.SearchStrategy[tuple[Any, bool]], examples: int) -> None:
     """Draw steered batches until the backend has taken enough or declined too many."""
     attempts = itertools.count(1)
-    hopeless = max(ATTEMPTS, examples)  # if the backend declines this many batches and takes none, it will take none
+    hopeless = max(ATTEMPTS, examples)  # if the backend declines this many batches and takes none, the check gives up
 
     @_hypothesis_test(strategy, examples - tally.judged, start=1)  # a new seed, to draw new batches
     def as_taken(drawn_value: tuple[Any, bool]) -> None:
@@ -292,7 +292,7 @@ class _Tally:
 class Failure:
     """The batch on which a check failed, and the check, which repeats the failure.
 
-    An error has this as its attribute `failure`.
+    The error of the check has this object as its attribute `failure`.
     """
 
     batch: Any

@@ -72,7 +72,7 @@ def any_scales(rng: np.random.Generator, shape: tuple[int, ...], form: KvFormat)
         return (rng.integers(122, 128, shape) + int(np.log2(size))).astype(np.uint8)
     if form.scales == "float8_e4m3fn":
         return encode(scales, form.scales)
-    if form.zero == "mantissa":  # the scale's low bits are the zero point; in a scale of 0 they would make a subnormal
+    if form.zero == "mantissa":  # the scale's low bits are the zero point; they would make a scale of 0 subnormal
         bits = np.where(scales == 0, size, scales).view(np.uint32) & ~np.uint32(15)
         return (bits | rng.integers(0, 16, shape).astype(np.uint32)).view(np.float32)
     if form.zero == "stored":

@@ -212,7 +212,7 @@ def arguments_of(spec: Any, framework: str = "numpy", device: str | None = None)
     """The arrays and numbers that a function under test gets for a spec such as `Spec(...)`, by argument name.
 
     Arrays have the dtypes and strides of the call: torch tensors are views with gaps if the spec has `strided=True`.
-    Arguments at their default are left out. `framework` and `device` are those of `judge`.
+    Arguments at their default are left out. `framework` and `device` mean the same as for `judge`.
     """
     batch = spec.build()
     runner = FunctionRunner(
@@ -245,7 +245,7 @@ class FunctionRunner(Runner):
 
     functions: Mapping[str, Callable[..., Any]]
     why_not: Callable[[str, Any], str | None]  # why to decline a record of NumPy arrays, or None
-    declines: Callable[[str, Any], str | None] | None = None  # like `why_not`; called after that returned None
+    declines: Callable[[str, Any], str | None] | None = None  # like `why_not`, which is called first
     features: Collection[str] | None = None  # the optional arguments of functions whose parameters are unknown
     contiguous: bool = False  # whether all arrays are contiguous, without strides of 0
     differentiable: bool = False  # whether the framework can differentiate the functions

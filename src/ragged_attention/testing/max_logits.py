@@ -121,7 +121,7 @@ def nothing_else_counts(runner: Runner, spec: Any) -> None:
 
 
 def a_visible_nan_shows(runner: Runner, spec: Any) -> None:
-    """NaN in one head of a query that sees a key makes this head's largest logit NaN. Other largest logits stay."""
+    """NaN in one head of a query that sees a key makes this head's largest logit NaN. Others do not change."""
     batch = spec.build()
     sees = ~(batch.fully_masked_heads() if isinstance(batch, VarlenBatch) else batch.fully_masked())
     if not sees.any():

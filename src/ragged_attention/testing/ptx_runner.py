@@ -162,7 +162,7 @@ def _run(
 
 
 def launcher_of(emulator: Emulator, framework: str = "torch", notice: Notice = expect_no_fault) -> Any:
-    """A launcher for the front end that runs kernels in the emulator, on arrays on the CPU."""
+    """A launcher for the front end of `framework`. It runs kernels in the emulator, on CPU arrays."""
     return {"torch": _torch_launcher, "jax": _jax_launcher}[framework]()(emulator, notice)
 
 

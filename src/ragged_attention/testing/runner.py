@@ -104,7 +104,7 @@ class Runner:
     framework: str
     backend: str
     device: str | None = None
-    place: Callable[[NDArray[Any]], NDArray[Any]] = as_given  # allocates the memory of torch tensors on the host
+    place: Callable[[NDArray[Any]], NDArray[Any]] = as_given  # returns an array in memory for torch tensors on the host
     rounded_weights: bool = False  # whether softmax weights may be rounded to 16 bits
     strided_only: frozenset[str] | None = None  # the arguments that may be views with gaps; None: all
 

@@ -1,4 +1,4 @@
-"""Run every operation with garbage in its index arrays and arrays next to unreadable pages.
+"""Run every operation with garbage in its index arrays, and with its arrays next to unreadable pages.
 
 This module runs as a separate process, because an access outside an array kills the process.
 

@@ -190,7 +190,7 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
 
 
 def _together(base: Any, reason: str, words: Mapping[Path, Sequence[Any]], ask: Ask) -> Any:
-    """A structure with several changes at once that is taken, or None.
+    """A structure with several changes that the backend takes, or None.
 
     This is for backends that refuse with the same reason whichever condition is violated.
     """
@@ -271,7 +271,7 @@ def stretched(value: Any, times: int = 1) -> Any:
 
 
 def learn(values: Sequence[Any], ask: Ask) -> dict[type | tuple[Path, ...], Steering]:
-    """For each set of fields in the given structures, the `Steering` of structures with these fields."""
+    """The `Steering` for each kind of structure among `values`. Structures of a kind have the same fields."""
     kinds: dict[Any, list[Any]] = {}
     for value in values:
         if len(paths := leaves(value)) > 1:

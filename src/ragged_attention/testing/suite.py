@@ -109,5 +109,5 @@ def memory() -> Iterator[Check]:
 
 
 def checks() -> list[Check]:
-    """All checks; cheap and informative ones come first."""
+    """All checks; cheap and informative checks come first."""
     return [*corners(), *agreement(), *laws(), *memory()]

@@ -42,7 +42,7 @@ SLOWER = 5  # the default number of drawn batches is divided by this
 
 
 def _no_step_back(ranges: tuple[Any, ...], shape: tuple[int, ...], *, clip: Any) -> Any:
-    """Clip like the interpreter, but raise for negative indices, which it wraps around and a TPU does not."""
+    """Clip like the interpreter, but raise for negative indices. The interpreter wraps them around; a TPU does not."""
     if any((index.start if isinstance(index, slice) else index) < 0 for index in ranges):
         raise IndexError(f"Out-of-bounds access: {ranges} of a buffer of shape {shape}")
     return clip(ranges, shape)

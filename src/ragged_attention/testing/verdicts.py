@@ -61,7 +61,7 @@ def verdict_of(runner: Runner, check: Check, examples: int) -> Verdict:
 def _traced() -> Iterator[None]:
     """Print the stack to standard error if a kernel kills this process by an access outside its arrays.
 
-    The batch and the check appear as frames of this stack, by `in_frame`.
+    The batch and the check appear in this stack, because `in_frame` names frames after them.
     """
     if faulthandler.is_enabled() or sys.__stderr__ is None:
         yield

@@ -22,7 +22,7 @@ LOG2_E = float(np.log2(np.e))
 
 
 def candidates(batch: Any, form: Form) -> Iterator[Candidate]:
-    """The candidates of a batch; those that other candidates can resemble come first."""
+    """The candidates of a batch. Candidates that later candidates can resemble come first."""
     yield from other_options(batch, form)
     yield from other_sums(form)
     yield from other_masks(form)
@@ -53,7 +53,7 @@ def other_options(batch: Any, form: Form) -> Iterator[Candidate]:
         yield from other_blocks(batch, form)
     if arguments.get("alibi_slopes") is not None:
         yield (
-            "alibi_slopes have the wrong sign: keys further back must lose",
+            "alibi_slopes have the wrong sign: keys further back must get smaller logits",
             batch.change(alibi_slopes=-batch.alibi_slopes),
         )
     if "align" in arguments:
@@ -70,7 +70,7 @@ def other_blocks(batch: Any, form: Form) -> Iterator[Candidate]:
     lists, size = batch.selected, batch.block_size
     yield "selected is ignored", batch.change(selected=None, block_size=None)
     if lists.shape[1] > 1:
-        yield "all KV heads read the list of the first one", batch.change(selected=lists[:, :1])
+        yield "all KV heads read the first KV head's list", batch.change(selected=lists[:, :1])
     if size > 1:
         yield "entries of selected are read as positions, not as blocks", batch.change(block_size=1)
     yield "block numbers are too large by one", batch.change(selected=np.where(lists < 0, lists, lists + 1))
@@ -102,11 +102,11 @@ def other_sums(form: Form) -> Iterator[Candidate]:
     if (form.sinks == -np.inf).all():
         return
     yield (
-        "lse includes the sinks: it must be of the keys alone",
+        "lse includes the sinks: it must cover only the keys",
         {**right, "lse": np.logaddexp(right["lse"], form.sinks)},
     )
     largest = np.maximum(right["max_logits"], form.sinks)
-    yield "max_logits includes the sinks: it must be of the keys alone", {**right, "max_logits": largest}
+    yield "max_logits includes the sinks: it must cover only the keys", {**right, "max_logits": largest}
     yield "sinks are counted twice, such as once in each of two splits", form.change(sinks=form.sinks + np.log(2))
     if len(form.sinks) > 1:
         yield "every head has the sink of head 0", form.change(sinks=np.full_like(form.sinks, form.sinks[0]))
@@ -333,7 +333,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
         ),
     )
     yield (
-        "all KV heads or queries read the list of the first one",
+        "all KV heads or queries read the first one's list",
         listed(lambda index, size: np.broadcast_to(index[:, :1], index.shape)),
     )
     firsts = {
@@ -342,7 +342,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
         if (lens := getattr(batch, name, None)) is not None and lens.ndim == 2
     }
     if firsts:
-        yield "every query has the length of the first one's list", batch.change(**firsts)
+        yield "all lists have the length of the first query's list", batch.change(**firsts)
     if not isinstance(batch, DecodeBatch) or batch.extra_kv_cache is None:
         return
     none = dict.fromkeys(("extra_kv_cache", "extra_indices", "extra_topk_lens"))
@@ -353,7 +353,7 @@ def other_lists(batch: Any, form: Form) -> Iterator[Candidate]:
         yield cause, batch.change(extra_topk_lens=batch.topk_lens)
         yield cause, batch.change(topk_lens=batch.extra_topk_lens)
     first = form.sizes[0]
-    cause = "the slots of the extra cache are read from the first one"
+    cause = "the slots of the extra cache are read from the first cache"
     yield (
         cause,
         form.of_parts(

@@ -58,6 +58,6 @@ def lengths_of(value: Any) -> dict[steering.Path, steering.Lens]:
 
 
 def with_lengths(value: Any, path: steering.Path, lens: steering.Lens) -> Any:
-    """The spec with other lengths in the field at `path`, one of those in `lengths_of`."""
+    """The spec with other lengths in the field at `path`, which is a key of `lengths_of(value)`."""
     only_keys = path[-1:] == ("kv_lens",)
     return steering.replaced(value, {path: tuple(kv_len for _, kv_len in lens) if only_keys else lens})

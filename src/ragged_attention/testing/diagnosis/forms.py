@@ -1,7 +1,7 @@
 """A common form for all attentions: groups of queries, each with the slots of its keys.
 
-Paged, sparse and packed calls all convert to it. So each known fault of a kernel is described only once, as a form with
-other slots, other masks or other numbers.
+Paged, sparse and packed calls can all be converted to this form. So each known fault of a kernel is described only
+once, as a form with other slots, other masks or other numbers.
 """
 
 import dataclasses
@@ -100,7 +100,7 @@ class Form:
         seen_to_stop = visible(part.q_len, stop, valid, self.causal, self.window, part.drafted, part.ranges)
         seen_to_stop = seen_to_stop[:, : part.kv_len]
         seen[:, : seen_to_stop.shape[1]] = seen_to_stop
-        # A window does not hide keys after all queries.
+        # Without other masks, keys from `stop` on are visible: a window hides only earlier keys.
         if not self.causal and part.drafted is None and part.ranges is None:
             seen[:, stop:] = inside[stop : part.kv_len]
         return seen if part.lists is None else seen & named(*part.lists, part.kv_len)[0]

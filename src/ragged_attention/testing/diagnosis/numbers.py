@@ -89,7 +89,7 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
 
 
 def of_gaps(runner: Runner, batch: Any, options: Mapping[str, Any]) -> str | None:
-    """The cause, if results are wrong only for views with gaps: it names the arguments that must not be such views."""
+    """The cause, if results are wrong only for views with gaps. It names the arguments that must not be such views."""
 
     def is_right_if_strided(names: frozenset[str] | None) -> bool:
         return is_right(dataclasses.replace(runner, strided_only=names), batch, options)

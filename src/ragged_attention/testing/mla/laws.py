@@ -140,7 +140,7 @@ def page_size_is_immaterial(runner: Runner, spec: DecodeSpec) -> None:
         selection.name: latents.repaged(selection.cache, selection.format, np.arange(selection.num_slots), size)
         for selection, size in zip(batch.selections(), (1 + spec.page_size % 5, 4), strict=False)
     }
-    # The last page may have additional slots. Entries outside the old cache become -1, because they might name these.
+    # The last page may have additional slots. Entries outside the old cache become -1, or they might name such slots.
     lists = {
         {"kv_cache": "indices", "extra_kv_cache": "extra_indices"}[selection.name]: _without_outside(selection)
         for selection in batch.selections()
@@ -243,7 +243,7 @@ def quantised_is_dequantised_in_prefill(runner: Runner, spec: PrefillSpec) -> No
 
 
 def a_double_is_its_multiplicity(runner: Runner, spec: DecodeSpec) -> None:
-    """Lists that name each key twice leave out unchanged and add log 2 to lse."""
+    """Lists that name each key twice do not change `out`, and add log 2 to `lse`."""
     batch = _cut(spec.build().change(sinks=None))
     out, lse = runner.run("mla_decode", batch)
     twice = batch.change(**_each(batch, LISTS, lambda lists: np.concatenate([lists, lists], axis=-1)))
@@ -308,9 +308,9 @@ def _sinks(spec: DecodeSpec | PrefillSpec) -> list[NDArray[np.float32]]:
 
 
 def sinks_take_their_share(runner: Runner, spec: DecodeSpec) -> None:
-    """A sink of -inf changes nothing, +inf makes out 0, and a finite sink scales out by the share of weight it leaves.
+    """A sink of -inf changes nothing, and a sink of +inf makes `out` 0.
 
-    No sink changes lse.
+    A finite sink scales `out` by the share of weight that it leaves. No sink changes `lse`.
     """
     batch = spec.build().change(sinks=None)
     out, lse = runner.run("mla_decode", batch)
@@ -332,7 +332,7 @@ def sinks_take_their_share_in_prefill(runner: Runner, spec: PrefillSpec) -> None
 
 
 def output_is_a_mixture(runner: Runner, spec: DecodeSpec) -> None:
-    """Values of 1 give an out equal to the share of weight that sinks leave. The keys' other columns do not matter."""
+    """If values are 1, `out` is the share of weight that sinks leave. The keys' other columns do not matter."""
     batch = spec.build()
     ones = {selection.name: _with_ones(selection, batch.d_v) for selection in batch.selections()}
     out, lse = runner.run("mla_decode", batch.change(**ones))

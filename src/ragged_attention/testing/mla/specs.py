@@ -298,7 +298,7 @@ class LatentSpec:
     entries: str = "any"
     sm_scale: float | None = None
     sinks: str | None = None  # kind of sinks: normal, -inf, +inf or mixed
-    poison: str | None = None  # nan or inf in slots that must not be read
+    poison: str | None = None  # poison in slots that must not be read: nan or inf
     strided: bool = False
     magnitude: float = 1.0
     shrink: float = 10.0  # standard normal rows are divided by this

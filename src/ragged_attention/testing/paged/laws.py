@@ -92,7 +92,7 @@ def sequences_do_not_mix(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def output_is_a_mixture(runner: Runner, spec: Spec) -> None:
-    """If all values are equal, out is this value times v_scale and the share of weight that sinks leave.
+    """If all values are equal, `out` is this value times `v_scale` and the share of weight that sinks leave.
 
     For any values, |out| does not exceed the largest |value|.
     """
@@ -269,9 +269,9 @@ def quantised_is_dequantised(runner: Runner, spec: RaggedSpec) -> None:
 
 
 def sinks_take_their_share(runner: Runner, spec: RaggedSpec) -> None:
-    """A sink of -inf changes nothing, +inf makes out 0, and a finite sink scales out by the share of weight it leaves.
+    """A sink of -inf changes nothing, and a sink of +inf makes `out` 0.
 
-    No sink changes lse.
+    A finite sink scales `out` by the share of weight that it leaves. No sink changes `lse`.
     """
     batch = spec.build().change(sinks=None)
     out, lse = runner.run(batch.OPERATION, batch, return_lse=True)
@@ -363,7 +363,7 @@ def writing_is_having(runner: Runner, spec: Spec) -> None:
 
 
 def a_double_is_its_multiplicity(runner: Runner, spec: RaggedSpec) -> None:
-    """Listing each page twice leaves out unchanged and adds log 2 to lse."""
+    """Listing each page twice does not change `out`, and adds log 2 to `lse`."""
     batch = spec.build()
     whole_pages = (batch.kv_lens // batch.page_size * batch.page_size).astype(np.int32)
     plain = dict.fromkeys(batch.arguments().keys() & {"sliding_window", "sinks", "alibi_slopes", "relative_bias"})

@@ -30,7 +30,7 @@ def check_attention(runner: Runner, batch: RaggedTables, options: Mapping[str, A
 
 
 def expect_results(runner: Runner, batch: RaggedTables, got: Any, seen: RaggedTables) -> None:
-    """Raise AssertionError unless a batch's out and lse agree with the reference's for the batch `seen`."""
+    """Raise AssertionError unless `got`, a batch's out and lse, agrees with the reference for the batch `seen`."""
     (out, lse), (want_out, want_lse) = got, seen.expected()
     agrees(out, want_out, batch.kind, allowance=allowance(runner, seen))
     agrees(lse, want_lse, f"lse {batch.kind}", "lse")

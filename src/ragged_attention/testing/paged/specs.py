@@ -124,7 +124,10 @@ class Arrays:
         return formats.element_of(self.formats["v_format" if pages is pages_of(pair)[-1] else "k_format"])
 
     def layout_of(self, name: str) -> str:
-        """How an argument may be strided: "rows" freely, "pages" not in the last dimension, "blocks" by whole pages."""
+        """How an argument may be strided.
+
+        "rows": freely; "pages": not in the last dimension; "blocks": only between whole pages.
+        """
         return "pages" if name == "kv_pages" else "rows"
 
 
@@ -467,9 +470,9 @@ class Spec:
     q_scales: str | None = None  # the type of q_scale, with e4m3 queries that are widened to `dtype`
     out_dtype: str | None = None
     sharing: str | None = None  # prefix: all sequences begin with the first one's pages; repeat: one page per sequence
-    invalid_pages: bool = False  # some page indices within the lengths are out of range
+    invalid_pages: bool = False  # whether some page indices within the lengths are out of range
     poison: str | None = None  # nan or inf in everything that must not be read
-    garbage: bool = False  # fill unused index entries with garbage
+    garbage: bool = False  # whether unused index entries are garbage
     strided: bool = False
     magnitude: float = 1.0
     seed: int = 0

@@ -281,9 +281,8 @@ def copysign(s: Statement) -> list[str]:
 def compare(s: Statement) -> list[str]:
     """Translate `setp`: a comparison, which may be combined with a predicate.
 
-    A second target gets the negated comparison, combined with the same predicate.
-
-    For pairs of 16-bit floats, the two targets get the comparisons of the low and of the high numbers.
+    A second target gets the negated comparison, combined with the same predicate. For pairs of 16-bit floats, the two
+    targets get the comparisons of the low and of the high numbers.
     """
     t = s.type()
     comparison = s.modifiers.pop(0)

@@ -85,7 +85,7 @@ class Bulk(Queue[Store]):
         return self.memory.read(lanes, index, PIECE, line).ravel()
 
     def replace_field(self, address: Place, field: str, ordinal: int, value: Any, mask: Mask, line: int) -> None:
-        """tensormap.replace: one field of a map in shared memory."""
+        """Execute tensormap.replace: write one field of a map in shared memory."""
         dtype, begin = LAYOUT.fields[field][:2]  # type: ignore[index]
         base, count = dtype.base, int(np.prod(dtype.shape, dtype=int))
         if not 0 <= ordinal < count:
@@ -131,7 +131,7 @@ class Bulk(Queue[Store]):
     def load_tile(
         self, target: Place, source: Place, corner: Sequence[Any], mbarrier: Place, mask: Mask, line: int
     ) -> None:
-        """cp.async.bulk.tensor to shared memory. Elements outside the tensor become 0 or NaN, as the map requires."""
+        """Execute cp.async.bulk.tensor to shared memory. Elements outside the tensor become the map's filling."""
         for lane in self.lanes.active(mask).tolist():
             tensor_map = self._map(lane, source, line)
             address, inside, piece = tensor_map.tile(self._corner(tensor_map, corner, lane, line))
@@ -144,7 +144,7 @@ class Bulk(Queue[Store]):
             self._load(lane, self._inside(lane, tensor_map.places(begin, piece), piece, line), data, mbarrier, line)
 
     def load(self, target: Place, source: Place, size: Any, mbarrier: Place, mask: Mask, line: int) -> None:
-        """cp.async.bulk to shared memory."""
+        """Execute cp.async.bulk to shared memory."""
         for lane in self.lanes.active(mask).tolist():
             pieces, lanes = self._pieces(lane, size, line)
             begin, where = self._shared_place(lane, target, PIECE, line), _number(source, lane)
@@ -178,9 +178,9 @@ class Bulk(Queue[Store]):
     def store_tile(
         self, target: Place, corner: Sequence[Any], source: Place, change: str | None, mask: Mask, line: int
     ) -> None:
-        """cp.async.bulk.tensor to global memory. Elements outside the tensor are dropped.
+        """Execute cp.async.bulk.tensor to global memory. Elements outside the tensor are dropped.
 
-        With `change`, cp.reduce.async.bulk.tensor: an atomic operation on each element.
+        With `change`, execute cp.reduce.async.bulk.tensor, which does an atomic operation on each element.
         """
         for lane in self.lanes.active(mask).tolist():
             tensor_map = self._map(lane, target, line)
@@ -192,7 +192,7 @@ class Bulk(Queue[Store]):
             self._store(lane, places, inside, index, line, (change, tensor_map.elemtype) if change else None)
 
     def store(self, target: Place, source: Place, size: Any, mask: Mask, line: int) -> None:
-        """cp.async.bulk to global memory."""
+        """Execute cp.async.bulk to global memory."""
         for lane in self.lanes.active(mask).tolist():
             pieces, lanes = self._pieces(lane, size, line)
             places = self._inside(lane, self._shared_place(lane, source, PIECE, line) + pieces, PIECE, line)

@@ -102,7 +102,7 @@ class Copy(Operation):
 
 
 class Copies(Queue[Copy]):
-    """cp.async of 4, 8 or 16 bytes a thread."""
+    """The copies that cp.async makes, of 4, 8 or 16 bytes per thread."""
 
     what = "copy"
 
@@ -124,7 +124,7 @@ class Copies(Queue[Copy]):
         mask: Mask,
         line: int,
     ) -> None:
-        """cp.async of `size` bytes; if `source_size` is given, only so many are read, and the rest are 0."""
+        """Execute cp.async of `size` bytes. If `source_size` is given, only so many are read, and the rest are 0."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return

@@ -300,7 +300,7 @@ def _variables(names: Names, memory: Memory) -> dict[str, Any]:
 def _reaching(blocks: Sequence[Block], index: int) -> NDArray[np.bool_]:
     """The blocks from which threads can reach a block, as bools [blocks + 1].
 
-    The entry of the block itself is false. So is the last entry, which stands for threads that have ended.
+    The block's own entry is false. So is the last entry, which stands for threads that have ended.
     """
     comes_from: dict[int, list[int]] = {}
     for number, block in enumerate(blocks):

@@ -70,7 +70,7 @@ class Mbarriers:
             yield from ((place, lanes[places == place]) for place in np.unique(places).tolist())
 
     def find(self, place: int, lanes: Indices, line: int) -> Mbarrier:
-        """The object at a place, which lanes of its CTA use."""
+        """The object at a place. Records that lanes use it, and raises Fault if there is none."""
         mbarrier = self.objects.get(place)
         if mbarrier is None:
             raise self.lanes.fault(line, lanes[0], f"no mbarrier at shared byte {place % self.shared.stride}")
@@ -92,7 +92,7 @@ class Mbarriers:
     # ---- beginning and end
 
     def init(self, address: Any, offset: int, count: Any, mask: Mask, line: int) -> None:
-        """mbarrier.init: phase 0 of an object, for `count` arrivals a phase."""
+        """Execute mbarrier.init: create an object in phase 0, which expects `count` arrivals per phase."""
         counts, shared = self.lanes.spread(count), self.shared
         for place, lanes in self.each(address, offset, mask, line):
             lane, expected = lanes[:1], int(counts[lanes[0]])
@@ -111,7 +111,7 @@ class Mbarriers:
             )  # fmt: skip
 
     def invalidate(self, address: Any, offset: int, mask: Mask, line: int) -> None:
-        """mbarrier.inval: its memory may hold other data again."""
+        """Execute mbarrier.inval. The memory of the object may hold other data again."""
         for place, lanes in self.each(address, offset, mask, line):
             mbarrier = self.find(place, lanes, line)
             known = self.clocks.seen[self.lanes.warp[lanes[0]], : self.lanes.warps]
@@ -140,7 +140,7 @@ class Mbarriers:
             raise self.lanes.fault(line, lane, text)
 
     def expect_bytes(self, address: Any, offset: int, count: Any, sign: int, mask: Mask, line: int) -> None:
-        """mbarrier.expect_tx, and complete_tx with a negative sign."""
+        """Execute mbarrier.expect_tx or, with a negative sign, complete_tx."""
         counts = self.lanes.spread(count)
         for place, lanes in self.each(address, offset, mask, line):
             mbarrier = self.find(place, lanes, line)
@@ -159,7 +159,7 @@ class Mbarriers:
         mask: Mask,
         line: int,
     ) -> None:
-        """mbarrier.arrive, `count` arrivals per thread.
+        """Execute mbarrier.arrive with `count` arrivals per thread.
 
         If `expected` is not None, each thread first expects that many bytes. `state` is a register for the phase, or
         None.

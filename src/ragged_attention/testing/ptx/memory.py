@@ -55,7 +55,7 @@ class Memory:
     def seal(self, *, overlapping: bool = False) -> None:
         """Copy the buffers' bytes to the memory that kernels see.
 
-        `overlapping`: the launch may begin before the previous one, whose results the buffers hold, has ended.
+        With `overlapping`, the launch may begin before the previous launch, which used the same memory, has ended.
         """
         # Which bytes the previous launch wrote, and which it touched.
         self.unfinished: tuple[NDArray[np.bool_], NDArray[np.bool_]] | None = None
@@ -108,7 +108,8 @@ class GlobalAccess:
         self.memory, self.lanes = memory, lanes
         self.order = Order(lanes, clocks, memory.released)
         self.polled: dict[int, tuple[Any, Any]] = {}  # by line: what each lane last found, and whether it has
-        self.early = np.full(lanes.count, memory.unfinished is not None)  # lanes that have not waited for it
+        # Which lanes have not waited for the previous launch.
+        self.early = np.full(lanes.count, memory.unfinished is not None)
 
     def place(self, lanes: Indices, address: Any, offset: int, size: int, line: int, what: str) -> Indices:
         """The indices [lanes] at which accesses of `size` bytes begin; the accesses must be allowed and aligned."""
@@ -149,7 +150,7 @@ class GlobalAccess:
             self.lanes.say(line, lanes[row], text, where, kind)
 
     def wait_for_launch_before(self, mask: Mask) -> None:
-        """griddepcontrol.wait."""
+        """Execute griddepcontrol.wait."""
         self.early[self.lanes.active(mask)] = False
 
     def _expect_waited(self, lanes: Indices, rows: Indices, size: int, line: int, writes: bool) -> None:
@@ -239,7 +240,7 @@ class GlobalAccess:
         mask: Mask,
         line: int,
     ) -> None:
-        """atom.global and red.global: `values` has the operands (two for cas), each with a vector's elements.
+        """Execute atom.global or red.global. `values` has the operands (two for cas), each with a vector's elements.
 
         `results` are registers for the old values; they are None or missing if the values are not wanted. `orders` is
         whether the operation acquires, and whether it releases. For each element, lanes operate one after another.

@@ -78,7 +78,7 @@ class Names:
         return declared.size
 
     def _array(self, register: str, dtype: str) -> str:
-        """The Python name of a register, which no other register has."""
+        """The Python name of a register. No other register has the same name."""
         name = self._arrays.setdefault(register, f"r{len(self._arrays)}_" + re.sub(r"\W", "", register))
         self.registers[name] = dtype
         return name

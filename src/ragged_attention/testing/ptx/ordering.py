@@ -48,7 +48,7 @@ class Order:
         self.met: dict[int, Abroad] = {}
 
     def me(self, lanes: Indices) -> NDArray[Any]:
-        """The CTAs of lanes [lanes, 1], in the form that shadows use."""
+        """The number + 1 of each lane's CTA [lanes, 1], as in shadows."""
         return (self.lanes.number[lanes] + 1)[:, None]
 
     def others(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> NDArray[np.bool_]:

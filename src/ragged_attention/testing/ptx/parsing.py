@@ -69,12 +69,12 @@ class Kernel:
     """One kernel.
 
     `params` are (name, type) in order, such as ("k_param_0", "u64") or ("k_param_1", "b8[128]"). `widths` has the type
-    of each register; numbered registers have one entry, their prefix and `<`. `sources` has the Python line
-    ("file:line") of each PTX line; in a called function, the lines of the calls come first, the outermost call before
-    the others. `symbols` has the offsets of arrays in shared memory, and `shared` is the size in bytes of all those
-    with a static size. `locals` has the offsets of arrays in a thread's local memory and, under the empty name, their
-    total bytes. `variables` has the contents of arrays of constants. `threads` is the number of threads in a CTA and
-    `most_registers` the number of registers of a thread; both are 0 if the PTX does not give them.
+    of each register; numbered registers have one entry, whose key is their prefix and `<`. `sources` has the Python
+    line ("file:line") of each PTX line; in a called function, the lines of the calls come first, the outermost call
+    before the others. `symbols` has the offsets of arrays in shared memory, and `shared` is the size in bytes of all
+    those with a static size. `locals` has the offsets of arrays in a thread's local memory and, under the empty name,
+    their total bytes. `variables` has the contents of arrays of constants. `threads` is the number of threads in a CTA
+    and `most_registers` the number of registers of a thread; both are 0 if the PTX does not give them.
     """
 
     name: str

@@ -60,7 +60,7 @@ class Library:
     def launches(self, function: str, record: ctypes.Structure) -> tuple[int, list[Launch]]:
         """Call a function of the library with its argument record. Returns its status and its launches."""
         self._launches, self._failed = [], []
-        self.loaded.ra_listen(*self._listeners)  # `self` keeps them alive; another `Library` may have listened since
+        self.loaded.ra_listen(*self._listeners)  # in each call, because another `Library` may have listened
         code = getattr(self.loaded, function)(ctypes.byref(record), None)
         if self._failed:
             raise self._failed[0]

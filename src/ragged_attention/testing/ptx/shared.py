@@ -188,7 +188,7 @@ class Shared:
         mask: Mask,
         line: int,
     ) -> None:
-        """atom.shared and red.shared; the arguments are as in `GlobalAccess.atomic`, for one element."""
+        """Execute atom.shared or red.shared. The arguments are as in `GlobalAccess.atomic`, for one element."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
@@ -211,5 +211,5 @@ class Shared:
         self.atomic[cells] = True
 
     def fence(self, mask: Mask) -> None:
-        """fence.proxy.async."""
+        """Execute fence.proxy.async."""
         self.clocks.fence(np.unique(self.lanes.warp[self.lanes.active(mask)]))

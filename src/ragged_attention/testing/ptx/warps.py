@@ -1,7 +1,7 @@
 """Instructions that the threads of a warp execute together: shuffles, votes, reductions and matrix instructions.
 
-For setmaxnreg, only the registers that warpgroups have at the kernel's end count. The time of a request does not
-matter.
+For setmaxnreg, the emulator checks only the registers that warpgroups have when the kernel ends. It ignores the times
+of the requests.
 
 Sums of `mma` are float32 sums in NumPy's order (exact for 8-bit integers); the ISA does not specify an order.
 """
@@ -160,7 +160,7 @@ class Warps:
             inside[active] = valid[active]
 
     def reduce(self, out: Any, value: Any, mode: str, named: Any, mask: Mask, line: int) -> None:
-        """redux.sync over the members of each warp."""
+        """Execute redux.sync over the members of each warp."""
         active = self.members(named, mask, line)
         table = self.lanes.spread(value).reshape(-1, WARP)
         info = np.iinfo(table.dtype)
@@ -173,7 +173,7 @@ class Warps:
         np.copyto(out.reshape(-1, WARP), result[:, None], where=active.reshape(-1, WARP))
 
     def vote(self, out: Any, flag: Any, mode: str, named: Any, mask: Mask, line: int) -> None:
-        """vote.sync over the members of each warp."""
+        """Execute vote.sync over the members of each warp."""
         active = self.members(named, mask, line).reshape(-1, WARP)
         table = self.lanes.spread(flag).reshape(-1, WARP)
         some, every = (table & active).any(1), (table | ~active).all(1)
@@ -220,7 +220,7 @@ class Warps:
         mask: Mask,
         line: int,
     ) -> None:
-        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp; `kinds` are their types."""
+        """mma: out [16, 8] = left [16, k] @ right [k, 8] + addend, in each warp. `kinds` are the matrices' types."""
         warps = self.lanes.whole_warps(mask, line)
         product = np.matmul(left_operand(left, warps, kinds[0]), right_operand(right, warps, kinds[1]))
         parts = product.reshape(len(warps), 2, 8, 4, 2).transpose(1, 4, 0, 2, 3).reshape(4, -1)

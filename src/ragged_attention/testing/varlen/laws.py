@@ -75,7 +75,7 @@ def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
 
 
 def sinks_take_their_share(runner: Runner, spec: GradientSpec) -> None:
-    """A sink of -inf changes nothing. With a sink of +inf, out is 0 and gradients come only from lse."""
+    """A sink of -inf changes nothing. With a sink of +inf, `out` is 0 and gradients come only from `lse`."""
     batch = built(spec).change(sinks=None)
     plain = runner.gradients(batch)
     of_lse = runner.gradients(batch.change(d_out=np.zeros_like(batch.d_out)))
@@ -319,9 +319,9 @@ def gradients_have_sums(runner: Runner, spec: GradientSpec) -> None:
     """The gradients' sums over a sequence satisfy four identities.
 
     The dv of all keys sum to d_out times the share of weight that sinks leave, summed over the rows. A row's bias
-    gradients sum to the effect of shifting all its logits, which changes lse, and changes out only through the sinks.
-    The dk of all keys sum to the effect of moving all keys by a vector, which shifts each row's logits. The sums of
-    q . dq and of k . dk are equal. The last two identities hold only without a soft cap.
+    gradients sum to the effect of shifting all its logits, which changes `lse`, and changes `out` only through the
+    sinks. The dk of all keys sum to the effect of moving all keys by a vector, which shifts each row's logits. The sums
+    of q . dq and of k . dk are equal. The last two identities hold only without a soft cap.
     """
     batch = built(spec)
     got, forward, capped = runner.gradients(batch), batch.forward, spec.of.soft_cap is not None  # type: ignore[union-attr]
