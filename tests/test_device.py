@@ -760,7 +760,7 @@ def test_a_record_becomes_rows_a_table_and_proven_kernels(checkout: Path) -> Non
     assert "| `ragged_paged_attention` | `triton` | AMD | | never | | not yet verified on hardware |" in status
     assert publish.NOTHING not in status
     readme = (checkout / "README.md").read_text()
-    assert "| case | ours, us | limit / ours | vLLM's Triton |" in readme
+    assert "| case | ours, µs | limit / ours | vLLM's Triton |" in readme
     assert "| decode, 64 sequences of 4k keys | 200 (triton) | 80% | 1.50 |" in readme
     measured = (checkout / "docs" / "gpu_measured.md").read_text()
     assert "| `decode_64x4k` | 200 |" in measured

@@ -56,7 +56,7 @@ TITLES = {
     "gpt_oss_full_64x4k": "decode with sinks (GPT-OSS), 64 sequences of 4k keys",
     "fp8_64x4k": "decode over fp8, 64 sequences of 4k keys",
     "mla_dense_h16_128x4k": "MLA decode, 16 heads, 128 sequences of 4k keys",
-    "mla_sparse_h128_128q2": "sparse MLA decode, 128 heads, 128 sequences of 2 tokens",
+    "mla_sparse_h128_128q2": "sparse MLA decode, 128 heads, 128 sequences with 2 queries each",
     "mla_sparse_h16_b8": "sparse MLA decode, 16 heads, 8 sequences",
     "mla_prefill_h128_32k": "sparse MLA prefill, 128 heads, 32k tokens",
     "mha_128_4k": "packed attention, heads of 128, 4k tokens",
@@ -231,12 +231,13 @@ def times(device_records: Sequence[Record]) -> str:
         if not quick:
             continue
         line, columns = next(line for case, line in cases.items() if case in quick), _libraries(quick.values())
-        lines += [f"Measured on one {name} with Triton {line['triton']} on {date(line)}, at commit",
-                  f"{line['commit']}. Each number under a library is its time divided by ours: above 1, ours is",
-                  "faster. The limit is the least time that the device's bandwidth and arithmetic allow. For fp8",
-                  "caches, FA3 and SDPA read a bfloat16 copy that was made beforehand. [One",
-                  "page](docs/gpu_measured.md) has all cases, and lists what that run could not time.", "",
-                  f"| case | ours, us | limit / ours | {' | '.join(columns)} |",
+        lines += [f"These times were measured on one {name} with Triton {line['triton']} on {date(line)},",
+                  f"at commit {line['commit']}; the backend is in brackets. Each number under a library is its time",
+                  "divided by ours: above 1, ours is faster. The limit is the least time that the device's",
+                  "bandwidth and arithmetic allow. For fp8 caches, FA3 and SDPA read a bfloat16 copy that was made",
+                  "beforehand. [Another page](docs/gpu_measured.md) has all cases, and lists those that could not be",
+                  "timed.", "",
+                  f"| case | ours, µs | limit / ours | {' | '.join(columns)} |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
         lines += [*(_row(case, line["rows"], columns) for case, line in quick.items()), ""]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -252,7 +253,7 @@ def all_times(device_records: Sequence[Record]) -> str:
     lines = [] if timed else [NOTHING]
     for name, cases in timed.items():
         columns = _libraries(cases.values())
-        lines += [f"## {name}", "", f"| case | Triton, us | CUDA, us | {', us | '.join(columns)}, us |",
+        lines += [f"## {name}", "", f"| case | Triton, µs | CUDA, µs | {', µs | '.join(columns)}, µs |",
                   "|---" * (3 + len(columns)) + "|"]  # fmt: skip
         for case, line in sorted(cases.items()):
             times = {_title(row): f"{1e6 * row['seconds']:.0f}" for row in line["rows"] if row.get("seconds")}
