@@ -29,7 +29,7 @@ STANDARD = {
     "ml_dtypes",
 }
 
-# The packages among the above that a folder may import.
+# The third-party packages that each folder may import.
 TOOLCHAINS = {
     "reference": {"numpy"},
     "kernels_triton": {"triton"},
@@ -43,9 +43,9 @@ TOOLCHAINS = {
     "jax_shared": {"jax", "jaxlib", "numpy"},
     "host": {"numpy"},
 }
-# Our modules and packages that a backend's folder may import besides itself.
+# The modules and packages of ragged_attention that a backend's folder may import besides its own.
 FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
-# The modules directly under ragged_attention. All others are in a package whose name tells their subject.
+# The modules directly under ragged_attention. All other modules are in a package that is named after their subject.
 TOP = {
     "__init__",
     "__main__",
@@ -58,7 +58,7 @@ TOP = {
     "pytest_plugin",
     "tuning",
 }
-# The modules that a bare `import ragged_attention` loads, with the modules of the package that each may import.
+# The modules and packages that a bare `import ragged_attention` loads. For each, those that it may import itself.
 CORE = {
     "errors": set(),
     "calls": {"errors"},
@@ -72,7 +72,7 @@ CORE = {
 }
 
 
-# The covering tier checks these rules on every file too.
+# Marks a test that also runs on every file in the covering tier.
 EACH_FILE = pytest.mark.each("path")
 
 
@@ -115,7 +115,7 @@ def module_of(path: Path) -> str:
 
 
 def modules_in(names: Iterable[str], modules: Mapping[str, Path]) -> set[str]:
-    """The modules among `modules` that the imported names are or belong to."""
+    """The modules among `modules` that the names denote, or that contain what the names denote."""
     return {name if name in modules else name.rpartition(".")[0] for name in names} & modules.keys()
 
 
@@ -139,7 +139,7 @@ def needed(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def of_us(names: set[str]) -> set[str]:
-    """The names of the top-level modules and folders of ragged_attention to which dotted names belong."""
+    """The top-level modules and folders of ragged_attention that occur in the dotted names."""
     return {name.split(".")[1] for name in names if name.startswith("ragged_attention.")}
 
 
@@ -217,7 +217,7 @@ def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
 
 @functools.cache
 def public_functions() -> dict[str, ast.FunctionDef]:
-    """The public functions by operation; of a function with overloads, the last definition, which has the body."""
+    """The public functions by operation. Of an overloaded function, this is the last definition, which has a body."""
     nodes = [node for path in sources(PACKAGE / "operations") for node in ast.walk(ast.parse(path.read_text()))]
     return {node.name: node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in CALLS}
 
@@ -339,9 +339,9 @@ def test_rooms_read_what_a_cache_format_is_and_never_its_name(path):
 
 
 def test_the_environment_is_read_in_few_places():
-    """The package has one environment variable for each setting, and one for vLLM, which has no other channel.
+    """The package's sources read no RAGGED_ATTENTION_* variable except those listed here.
 
-    All other variables that it reads belong to other projects.
+    Most of them hold a setting. The last three reach our integrations in vLLM, which has no other channel.
     """
     ours = set()
     for path in all_sources():

@@ -44,21 +44,21 @@ Refused = (ra.InvalidInput, TypeError)
 
 def given(operation: str, index: int, array: Callable[[Any], Any]) -> dict[str, Any]:
     """The arguments of a public call, with its NumPy arrays converted by `array`."""
-    # `make_decode_schedule` takes other arguments than its record. Other calls get no schedule, because each front end
-    # must make its own.
+    # `make_decode_schedule` takes other arguments than its record. The other operations get no schedule here, because
+    # each front end must make its own.
     arguments = SCHEDULE if operation == "make_decode_schedule" else arguments_of(operation, index)
     return {name: mapped(array, value) for name, value in arguments.items() if name != "schedule"}
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """A value with `change` applied to each of its arrays."""
+    """An argument with `change` applied to its array, or to each array of a tuple."""
     if isinstance(value, tuple):
         return tuple(mapped(change, item) for item in value)
     return change(value) if hasattr(value, "shape") else value
 
 
 def arrays_of(arguments: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The arguments that are arrays, or pairs of them."""
+    """The names and values of the arguments that are arrays or tuples."""
     return ((name, value) for name, value in arguments.items() if hasattr(value, "shape") or isinstance(value, tuple))
 
 
@@ -157,7 +157,7 @@ def test_signaling_nans_make_no_warning(operation: str, index: int, front: Any, 
         call(**{key: mapped(array, value) for key, value in changed.items()}, backend=backend)
 
 
-# ---- dtypes that jax does not hold without jax_enable_x64
+# ---- 64-bit dtypes, which jax does not support without jax_enable_x64
 
 
 def with_dtype(kind: str, dtype: Any) -> Callable[[Any], Any]:
@@ -167,9 +167,9 @@ def with_dtype(kind: str, dtype: Any) -> Callable[[Any], Any]:
 @pytest.mark.parametrize("x64", [False, True])
 @EACH_CALL
 def test_wide_indices_are_seen_before_jax_narrows_them(operation: str, index: int, x64: bool) -> None:
-    """Slots may be int64, whatever their values, and a rotation's positions may be if jax can hold them.
+    """Slots may always be int64, and a rotation's positions may be int64 under `jax_enable_x64`.
 
-    No other index may be int64. The rules are those of torch, and hold in plain and in traced calls.
+    No other index may be int64. torch has the same rules. They apply to plain and to traced calls.
     """
     arguments = given(operation, index, np.asarray)
     call = getattr(rj, operation)
@@ -413,7 +413,7 @@ def test_a_gradient_is_refused_to_torchs_transforms() -> None:
         torch.func.grad(loss)(torch.ones(2, 64))
 
 
-MOVED = torch.tensor([1, 2, 3, 4, 5, 6, 7, -1])  # moves each row to the next slot
+MOVED = torch.tensor([1, 2, 3, 4, 5, 6, 7, -1])  # the slot of each row: the next slot, and none for the last row
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "numba", "triton"])
@@ -457,7 +457,7 @@ def test_queries_are_read_as_they_were_before_new_kv_is_written(operation: str) 
     found = []
     for apart in (False, True):
         pages = held.clone()
-        q = pages[0, 1:, :1]  # the last positions, which the call writes
+        q = pages[0, 1:, :1]  # q is a view of the last positions, which the call overwrites
         q = q.clone() if apart else q
         found.append(getattr(rt, operation)(q, pages, *tables, new_kv=new, backend="eager", **options))
     assert not torch.equal(found[0][1], held)
@@ -488,7 +488,7 @@ def test_written_tensors_that_share_bytes_are_refused(first: str, second: str, c
     rows = torch.ones(3, 2, WIDTH)
     scales = {"k_scale_pages": KEY_SCALES.clone(), "v_scale_pages": VALUE_SCALES.clone()}
     pages = caches["kv_pages"] if "kv_pages" in caches else (KEYS.clone(), VALUES.clone())
-    if not isinstance(pages, torch.Tensor):  # the scales need as many pages as the cache
+    if not isinstance(pages, torch.Tensor):  # the scales must have as many pages as the cache
         scales = {name: value[: len(pages[0])] for name, value in scales.items()}
     caches = {**scales, **caches, "kv_pages": pages}
     message = rf"expected {re.escape(first)} and {re.escape(second)} without overlapping memory, got tensors that share"
@@ -516,7 +516,8 @@ def test_pages_that_share_bytes_are_refused_after_a_rotation_too() -> None:
     assert torch.equal(pages, given("norm_rope_write", 1, torch.tensor)["kv_pages"][:, :, :2])
 
 
-@pytest.mark.parametrize("candidates", [_plan._MAX_CANDIDATES, 1])  # a search through 1 candidate finds nothing
+# With one candidate, NumPy's search for shared bytes is given up, and the tensors count as distinct.
+@pytest.mark.parametrize("candidates", [_plan._MAX_CANDIDATES, 1])
 def test_written_tensors_may_interleave(candidates: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_plan, "_MAX_CANDIDATES", candidates)
     monkeypatch.setattr(_plan, "_plans", {})

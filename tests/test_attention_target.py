@@ -38,7 +38,7 @@ def test_it_takes_what_sparse_prefill_takes_and_returns(backend: str | None) -> 
 
 
 def test_sinks_belong_to_lse() -> None:
-    """With sinks in the lse, the target is made of the probabilities of attention with sinks, which differ by head."""
+    """If the lse includes sinks, which differ by head, the target consists of the probabilities with these sinks."""
     q, kv = latents()
     sinks = torch.tensor([-1.0, 0.0, 2.0, 5.0])
     _, _, lse = rt.sparse_mla_prefill(q, kv, INDICES[:, None], d_v=16, sinks=sinks)

@@ -30,7 +30,7 @@ def test_badges_give_the_outcome_and_the_projects_facts() -> None:
 
 
 def test_the_readmes_badges_are_those_of_the_status_page() -> None:
-    """`make status` writes both."""
+    """The badges have the numbers of docs/status.md, because `make status` writes both."""
     passed, failed = map(int, re.findall(r"(\d+) tests passed, (\d+) failed", (ROOT / "docs/status.md").read_text())[0])
     for name, svg in drawn.badges({"tests": {"passed": passed, "failed": failed}}).items():
         assert (drawn.FOLDER / name).read_text() == svg, name

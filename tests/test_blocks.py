@@ -117,10 +117,8 @@ def test_which_blocks_are_chosen(backend):
     assert chosen([1, 2, -inf], 3, init_blocks=3) == [0, 1, -1]
     assert chosen([inf, inf, 5], 2, local_blocks=1) == [1, 2]  # not even infinity displaces a forced block
     assert chosen([nan, 1, nan, 0], 2) == [1, 3]  # a block whose score is NaN is not selected
-    assert chosen([3, 1, nan, -inf], 2, local_blocks=1) == [
-        0,
-        2,
-    ]  # except if it is forced, because NaN blocks count as seen
+    # A block whose score is NaN is selected if it is forced, because it counts as seen.
+    assert chosen([3, 1, nan, -inf], 2, local_blocks=1) == [0, 2]
     assert chosen([nan, nan], 2) == [-1, -1]
     assert chosen([-inf, -inf], 2, init_blocks=1, local_blocks=1) == [-1, -1]
 

@@ -91,7 +91,7 @@ def one_local_block_too_few(scores: Any, top_k: int, *, init_blocks: int = 0, lo
 
 
 def the_last_column_is_local(scores: Any, top_k: int, *, init_blocks: int = 0, local_blocks: int = 0) -> Any:
-    """A mutant that takes the last blocks of the row for the local ones, instead of those at the query."""
+    """A mutant that treats the last blocks of a row as local, instead of the last blocks that the query sees."""
     scores = np.array(scores, np.float64)
     last = scores[:, :, scores.shape[2] - local_blocks :]
     last[~np.isneginf(last)] = np.inf
@@ -99,7 +99,7 @@ def the_last_column_is_local(scores: Any, top_k: int, *, init_blocks: int = 0, l
 
 
 def forced_blocks_are_infinite(scores: Any, top_k: int, *, init_blocks: int = 0, local_blocks: int = 0) -> Any:
-    """A mutant in which forced blocks have infinite scores, so that a later block of infinite score displaces them."""
+    """A mutant that gives forced blocks infinite scores. A later block of infinite score can displace them."""
     scores = np.array(scores, np.float64)
     seen = ~np.isneginf(scores)
     block = np.arange(scores.shape[2])

@@ -1,4 +1,4 @@
-"""The caches on disk: their location, whose files are trusted, and that no state of them makes a call fail."""
+"""The caches on disk: their location, the files that are trusted, and calls that work whatever state a cache is in."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a path to another user, or without root's rights pretend to be another user than its owner."""
+    """Make another user the owner of a path. Without root's rights, pretend that this process runs as another user."""
     if os.geteuid() == 0:
         os.chown(path, 65534, 65534)
     else:
@@ -209,7 +209,7 @@ def double(number: int) -> int:
 
 
 class Kept:
-    """The kernel `double`, compiled or loaded from the disk as a new process would."""
+    """A call of the kernel `double`, which is compiled or loaded from the disk as in a new process."""
 
     def __init__(self, compiling: Any) -> None:
         self.compiling = compiling

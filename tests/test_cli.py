@@ -1,4 +1,4 @@
-"""The commands' output, their exit codes, and how they take a user's mistakes."""
+"""The commands' output, their exit codes, and how they report a user's mistakes."""
 
 import dataclasses
 import importlib.util
@@ -500,7 +500,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 @pytest.mark.parametrize("seconds", [0, 20])
 def test_ctrl_c_ends_a_warmup_even_if_it_is_ignored(monkeypatch, run_cli, seconds):
-    """As in a callback from C or a finaliser, in which Python ignores every exception."""
+    """Ctrl-C ends a warmup even if Python ignores the exception, as in a finaliser or in a callback from C."""
 
     class Finaliser:
         def __del__(self):

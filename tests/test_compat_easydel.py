@@ -1,6 +1,6 @@
 """`compat.easydel` has EasyDeL's signatures, and is right in cases in which EasyDeL's kernels fail.
 
-Those kernels race, cannot be traced or need inputs of a special form.
+EasyDeL's kernels race, cannot be traced or need inputs of a special form.
 """
 
 import inspect

@@ -133,7 +133,7 @@ def test_tables_of_other_integer_dtypes():
     batch = ragged(MIXED)
     with jax.enable_x64(True):
         tables = [jnp.asarray(np.asarray(table, np.int64)) for table in batch.arrays[2:5]]
-        tables[1] = jnp.where(tables[1] < 0, 2**40, tables[1])  # 2**40 is not a valid page either
+        tables[1] = jnp.where(tables[1] < 0, 2**40, tables[1])  # an invalid page that exceeds int32
         out = ragged_page_attention_v2(*batch.arrays[:2], *tables, 5, backend="xla")
     assert tables[0].dtype == jnp.int64
     assert agrees(out, batch.defined(), "float32")

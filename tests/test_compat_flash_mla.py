@@ -268,7 +268,7 @@ def test_what_a_backend_for_some_calls_declines_is_told_and_no_failure(monkeypat
     assert re.search(r"declined \d+: cuda: takes d_v 512, got 64", output)
     assert flash_mla_matrix.main([*arguments, "eager"]) == 1
     monkeypatch.setattr(flash_mla_matrix, "check", lambda case, *arguments, **named: check(PREFILL))
-    assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # no case is accepted
+    assert flash_mla_matrix.main([*arguments, "cuda"]) == 1  # fails, because the backend declines every case
     assert flash_mla_matrix.requested("eager") == "eager"
     assert not flash_mla_matrix.chosen_cases(flash_mla_matrix.parse(["--list", "mha", "--backend", "cuda"]))
     assert flash_mla_matrix.requested("cuda") == {"mla_decode": "cuda", "sparse_mla_prefill": "cuda", "*": "auto"}
@@ -306,9 +306,8 @@ ARGUMENTS = {
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_names_and_order_of_arguments(name):
     assert " ".join(inspect.signature(getattr(flash_mla, name)).parameters) == ARGUMENTS[name]
-    assert sorted({*ARGUMENTS, "set_convention", "use_convention"}) == sorted(
-        flash_mla.__all__
-    )  # the last two are ours
+    ours = {"set_convention", "use_convention"}  # names that FlashMLA does not have
+    assert sorted({*ARGUMENTS, *ours}) == sorted(flash_mla.__all__)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +340,8 @@ def test_the_dtype_tells_whether_a_cache_is_quantised(case, said):
 def test_batch_invariance_is_asked_for_by_name():
     """`enable_batch_invariant` gives a sequence the same bits alone and in a batch.
 
-    A metadata object that was filled without it is refused, and a backend that lacks it refuses the call.
+    A metadata object that was filled without this option is refused. A backend without batch invariance refuses the
+    call.
     """
     arguments = decode_inputs(V41, "cpu")
     names = ("q", "block_table", "cache_seqlens", "indices", "extra_indices_in_kvcache", "topk_length")
@@ -393,7 +393,8 @@ def test_tables_are_those_of_2025(hopper, s_q, h_q, h_kv, topk, num_parts):
 
 def test_tables_worked_out_by_hand(hopper):
     parts, num_splits = flash_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), 128, 1, 128, True, 2048)
-    # A sequence of 32 blocks counts as 37, with an overhead of 5. A part takes 7, so 2 blocks and the overhead.
+    # A sequence of 32 blocks counts as 37, because of an overhead of 5. A part has a payload of 7, which is 2 blocks
+    # and the overhead.
     assert num_splits.tolist() == [0, 16, 32]
     assert parts[:2].tolist() == [[0, 0, 0, 2, 0, 0, 0, 0], [0, 2, 0, 4, 1, 0, 0, 0]]
     assert int((parts[:, 0] < 2).sum()) == 32
@@ -590,7 +591,7 @@ def test_duplicates_count_as_often_as_they_are_listed(backend):
 
 
 def test_no_index_anywhere_in_newer_lists(backend):
-    """Lists may hold -1 and other values that name no slot anywhere between their indices."""
+    """Lists may contain -1, or other values that are not slots, anywhere between their valid entries."""
     arguments = decode_inputs(replace(V4, topk_lens=False), "cpu")
     for name in ("indices", "extra_indices_in_kvcache"):
         lists = arguments[name].clone()
@@ -631,7 +632,7 @@ def test_scales_of_any_value_in_the_newer_form(backend):
 
 
 def test_a_sequences_bits_depend_on_nothing_else(backend):
-    """With one split, a sequence's bits depend neither on the rest of the batch nor on the run."""
+    """With one split, a sequence has the same bits in every batch and in every run."""
     arguments = decode_inputs(V4, "cpu")
     options = {"mla_decode": {"num_splits": 1}} if backend == "triton" else {}
 

@@ -314,7 +314,7 @@ def test_custom_masks(as_bytes: bool, window: int, with_prefix: bool) -> None:
         edges = torch.tensor([0, *(mask.numel() for mask in masks)]).cumsum(0).int()
         bits, _ = flashinfer.segment_packbits(flat, edges, bitorder="little")
         given = {"packed_custom_mask": bits, "window_left": window}
-    for causal in (False, True):  # has no effect if there is a mask
+    for causal in (False, True):  # `causal` has no effect if there is a mask
         paged = prefill_planned(b, causal=causal, **given)
         assert (paged._mask.draft is not None) == with_prefix
         expect(paged.run(b.q, b.cache, return_lse=True), wanted)
@@ -333,7 +333,7 @@ def test_no_page_of_a_masked_batch_is_read_outside() -> None:
     b = batch([(2, 9)])
     mask = torch.rand(18) < 0.5
     wrapper = prefill_planned(b, custom_mask=mask)
-    wrapper._tables.page_indices[0, 1] = 2**30  # positions 4 to 7 have no page
+    wrapper._tables.page_indices[0, 1] = 2**30  # an invalid page: positions 4 to 7 have no keys
     seen = mask.view(2, 9).clone()
     seen[:, 4:8] = False
     k, v = (torch.where((torch.arange(9) // 4 == 1)[:, None, None], 0, each[0]) for each in (b.keys, b.values))
@@ -625,7 +625,7 @@ def test_cascades(layout: str) -> None:
     half: Any = tuple(pages.half() for pages in b.cache)
     prefix.begin_forward(own, b.indptr[1:], b.indices, b.last[1:], 4, 2, 32, 4)
     got = prefix.forward(q.half(), *(each.half() for each in shared), half, causal=True)
-    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2)  # all operands were rounded
+    torch.testing.assert_close(got.double(), want, rtol=1e-2, atol=1e-2)  # all operands are in half precision
     d = flashinfer.BatchDecodeWithSharedPrefixPagedKVCacheWrapper(WORKSPACE, layout)
     d.begin_forward(b.indptr[1:], b.indices, b.last[1:], 4, 2, 32, 4, data_type="float32")
     rows = q[[0, 3, 4]]

@@ -51,7 +51,7 @@ def case(form: str, dtype: Any = torch.float32, kv_dtype: Any = None, lens: Any 
     for q_len, kv_len in lens:
         k, v = (normal(kv_len, KV_HEADS, DIM).to(kv_dtype or dtype) for _ in range(2))
         blocks = torch.randint(-2, max(-(-kv_len // BLOCK), 1) + 2, (KV_HEADS, q_len, 4), generator=generator).int()
-        blocks[..., -1] = blocks[..., 0]  # each list names one block twice
+        blocks[..., -1] = blocks[..., 0]  # one block occurs twice in each list
         blocks[:, 1::2] = torch.tensor([-1, 2**31 - 1, 0, -(2**31)], dtype=torch.int32)
         requests.append((normal(q_len, HEADS, DIM).to(dtype), k, v, blocks))
     q, lists = torch.cat([each[0] for each in requests]), torch.cat([each[3] for each in requests], 1)

@@ -40,7 +40,7 @@ def by_hand(codes: torch.Tensor, scales: torch.Tensor, factor: float) -> torch.T
 
 
 def appended(b: Batch, layout: str = "NHD", form: str = "pair", dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """A 4-bit cache that holds a batch's keys and values; the batch's `keys` and `values` become the stored ones."""
+    """A 4-bit cache with a batch's keys and values. The stored values replace those in the batch."""
     num_pages, page, heads = b.cache[0].shape[:3]
     shape = (num_pages, 2, page, heads) if layout == "NHD" else (num_pages, 2, heads, page)
     codes, scales = (torch.full((*shape, b.dim // width), 255, dtype=BYTES) for width in (2, 16))
@@ -147,7 +147,7 @@ def test_appends_by_slots(as_tensors: bool, backend: str) -> None:
     codes, scales = torch.zeros(2, 4, 2, 2, 16, dtype=BYTES), torch.zeros(2, 4, 2, 2, 2, dtype=BYTES)
     pair = [(each[0], each[1]) for each in (codes, scales)]
     factors = [torch.tensor([each]) for each in SCALES] if as_tensors else SCALES
-    slots = torch.tensor([7, -1, 0, 99])  # there is a further row, padding, without a slot
+    slots = torch.tensor([7, -1, 0, 99])  # the fifth row is padding and has no slot
     flashinfer.nvfp4_quantize_append_paged_kv_cache_with_slot_mapping(k, v, slots, *pair, *factors)
     other, places = torch.zeros_like(codes), torch.zeros_like(scales).view(E4M3)
     kept = torch.tensor([0, 2])

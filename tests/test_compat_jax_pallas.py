@@ -237,7 +237,7 @@ def test_queries_and_caches_of_two_float_dtypes(dtype, kv_dtype):
 
 
 def test_whatever_rules_of_promotion_are_set():
-    """Calls work if implicit promotion of ranks is forbidden, as in JAX's tests, and of dtypes, as some users do."""
+    """Calls work if implicit promotion of ranks and dtypes is forbidden, as in JAX's tests and by some users."""
     batch = ragged(MIXED, dtype="bfloat16", kv_dtype="float32")
     k_pages, v_pages = heads_first(batch.kv_pages)
     with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
@@ -319,7 +319,7 @@ def renamed(**names: str) -> Callable[..., Any]:
 
 
 def test_the_block_sizes_of_our_tpu_kernel():
-    """The tuned block sizes of our TPU kernel are valid arguments; without a TPU they are for a representative one."""
+    """The tuned block sizes of our TPU kernel are valid arguments. Without a TPU, a representative TPU is assumed."""
     wide = jax_pallas.get_tuned_block_sizes("bfloat16", jnp.bfloat16, 32, 8, 128, 16, 2048, 256)
     assert all(size >= 1 for size in wide)
     batch = ragged(MIXED)
@@ -482,7 +482,7 @@ def test_dynamic_refusals(changes, message, theirs):
 
 
 def test_invalid_values_are_safe_in_a_call(backend):
-    """Invalid values are refused only on request; without it, no memory outside the arrays is read."""
+    """Invalid values are refused only if `validate` requests it. Otherwise no memory outside the arrays is read."""
     for changes, _, _ in DYNAMIC:
         arrays, _ = changed({"kv_pages": jnp.nan_to_num(VALID.kv_pages)} | changes)
         out = jax_pallas.ragged_paged_attention(*arrays, backend=backend)
@@ -541,7 +541,7 @@ def test_decode_agrees_with_jaxs_reference_and_the_definition(dtype, heads, soft
 def test_decode_in_every_mode(megacore_mode, inline_seq_dim):
     """Decode works in every mode, and rows of length 0 are 0.
 
-    JAX's kernel leaves these rows unwritten if the sequence is a grid dimension.
+    JAX's kernel does not write these rows if the sequence dimension is part of the grid.
     """
     arrays = decode_batch()
     out = jax_pallas.paged_attention(

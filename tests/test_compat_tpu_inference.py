@@ -169,7 +169,8 @@ def test_a_cache_of_eight_bits_and_its_scales(kv_dtype, q_dtype):
     want = 0.7 * batch.defined(sm_scale=0.25 * scales["k_scale"])
     if q_dtype.startswith("float8"):
         want = np.asarray(jnp.asarray(want, jnp.float32).astype(q_dtype), np.float32)
-        apart = np.asarray(out, np.float32) != want  # midway between two float8 numbers, either is right
+        # Both neighbours are right if the exact result lies midway between two float8 numbers.
+        apart = np.asarray(out, np.float32) != want
         assert apart.mean() < 0.02
         np.testing.assert_allclose(np.asarray(out, np.float32), want, rtol=0.3, atol=0.02)
     else:
@@ -195,7 +196,7 @@ def test_pages_packed_in_other_ways(page_size, packing, backend):
 
 
 def test_decodes_need_not_come_first(backend):
-    """The last number of `distribution` counts the sequences; the numbers of decodes among them are ignored."""
+    """Only the last number of `distribution` counts, the number of sequences. The numbers of decodes are ignored."""
     batch = batch_of()
     for distribution in ([0, 0, 5], [1, 1, 5], [2, 3, 5]):
         same = dataclasses.replace(batch, distribution=jnp.array(distribution, jnp.int32))

@@ -55,7 +55,7 @@ def test_compiled_writing_quantising_and_scheduling() -> None:
 
 
 def test_a_thousand_batches_compile_few_variants() -> None:
-    """A serving engine compiles few kernel variants, because lengths and windows, which change every step, cause none.
+    """A serving engine compiles few kernel variants, because new lengths and windows do not need new variants.
 
     The remaining variants come from block sizes that follow the batch size, and from table strides that are divisible
     by 16 or not.
@@ -114,7 +114,7 @@ def test_planted_kernels_are_reported() -> None:
 def test_a_launch_refuses_a_constant_in_place_of_its_value(name: str) -> None:
     """A launch refuses a constexpr as a value.
 
-    As the number of warps, it makes Triton 3.6 end the process when compiling for AMD.
+    When compiling for AMD, Triton 3.6 would end the process if the number of warps were a constexpr.
     """
     one = pytest.importorskip("triton.language").constexpr(1)
     given: dict[str, Any] = {"num_warps": 4, "grid": (1, 1), "num_splits": 1}
@@ -156,7 +156,7 @@ def test_many_rows_without_wgmma_are_a_failure() -> None:
     assert wrong == "sm_90 tile_kernel (prefill_4k): products of 64 rows without wgmma"
     for other in (
         dataclasses.replace(plain, arch="sm_80"),
-        dataclasses.replace(plain, kernel="dkv_kernel"),  # the rows of its products are keys, and its blocks have 32
+        dataclasses.replace(plain, kernel="dkv_kernel"),  # the rows of this kernel's products are keys, in blocks of 32
         dataclasses.replace(plain, kernel="combine_kernel"),
         dataclasses.replace(plain, cases=["float32_mixed"]),
     ):
@@ -193,8 +193,8 @@ WAIT, FENCE, WGMMA = (
         ((WAIT, "bar.sync 0;", FENCE, WGMMA), []),
         ((WAIT, FENCE, "bar.sync 0;", WGMMA, WGMMA), []),
         ((FENCE, WAIT, "tcgen05.mma.cta_group::1 x;"), [3]),
-        ((WAIT, "fence.proxy.async.global;", WGMMA), [3]),  # a fence for other memory
-        (("$L__BB0_1:", WGMMA, WAIT, "@%p1 bra $L__BB0_1;", "ret;"), [2]),  # reached in the next iteration of a loop
+        ((WAIT, "fence.proxy.async.global;", WGMMA), [3]),  # this fence is for global memory
+        (("$L__BB0_1:", WGMMA, WAIT, "@%p1 bra $L__BB0_1;", "ret;"), [2]),  # the wait precedes the next product
         (("$L__BB0_1:", FENCE, WGMMA, WAIT, "@%p1 bra $L__BB0_1;", WGMMA, "ret;"), [6]),
         ((WAIT, "@!%p1 bra $L__BB0_1;", FENCE, "$L__BB0_1:", WGMMA), [5]),  # a branch skips the fence
         ((WAIT, "bra.uni $L__BB0_1;", WGMMA, "$L__BB0_1:", FENCE, WGMMA), []),
@@ -213,7 +213,7 @@ def test_products_that_no_fence_stands_before(lines: tuple[str, ...], found: lis
         ("%filled", "%turned", True),
         ("%registers", "%buffer", False),
         ("%view", "%turned", False),
-        ("%registers", "%carried", False),  # carried by a loop, so it may be anything
+        ("%registers", "%carried", False),  # a value that a loop carries may come from anywhere
     ],
 )
 def test_products_that_read_no_copies_need_no_fence(left: str, right: str, expected: bool) -> None:
@@ -247,7 +247,7 @@ def test_local_memory_in_an_inner_loop_is_a_failure() -> None:
      ({16: 9, 8: 2}, 0.9), ({16: 8, 4: 24}, 2 / 3), ({8: 8, 2: 1}, 0), ({16: 4, 1: 16}, 0.8)],
 )  # fmt: skip
 def test_what_comes_sixteen_bytes_at_a_time(loads: dict[int, int], share: float) -> None:
-    """The share of wide loads does not count one word per longer load, which is the page number or slot of its row."""
+    """The share of wide loads leaves out one word per longer load: the page number or slot of that load's row."""
     assert loop(loads).wide == pytest.approx(share)
 
 
@@ -256,7 +256,7 @@ def test_narrow_loads_of_workloads_are_a_failure() -> None:
     (wrong,) = compile_matrix.failures([row("tile_kernel", loops=(GOOD, narrow))])
     assert wrong == ("sm_90 tile_kernel (prefill_4k): an inner loop loads 50% of its bytes 16 at a time, expected 90%")
     assert compile_matrix.failures([row("tile_kernel", loops=(GOOD, loop({16: 9, 8: 2})))]) == []
-    # Cases that are no workloads, and kernels without products, are not checked.
+    # Cases that are not workloads, and kernels without products, are not checked.
     assert compile_matrix.failures([row("tile_kernel", "int8_mixed", loops=(narrow,))]) == []
     assert compile_matrix.failures([row("combine_kernel", loops=(narrow,))]) == []
 
@@ -297,7 +297,7 @@ def test_a_loop_of_many_rows_wants_wgmma() -> None:
     plain = dataclasses.replace(GOOD, matrix="mma")
     wanted = "an inner loop of 64 rows uses mma, expected wgmma"
     assert compile_matrix.loop_failure(row("tile_kernel", loops=(GOOD, plain))) == wanted
-    assert compile_matrix.loop_failure(row("dkv_kernel", loops=(plain,))) is None  # its rows are keys
+    assert compile_matrix.loop_failure(row("dkv_kernel", loops=(plain,))) is None  # the rows of its products are keys
     older = dataclasses.replace(row("tile_kernel", loops=(plain,)), arch="sm_80")
     assert compile_matrix.loop_failure(older) is None
 
@@ -516,14 +516,14 @@ KINDS: tuple[dict[str, Any], ...] = ({}, {"topk": 2048}, {"topk": 2048, "prefill
 
 
 def tile_of(case: mla_cases.LatentCase, arch: str) -> tuple[Any, ...]:
-    """The sizes that a case compiles to. The number of splits is an argument of the kernel instead."""
+    """The format, dtype and tile sizes that a case compiles to. The number of splits is a run-time argument."""
     call = case.attention_call(samples.device_of("torch", arch))
     tile = dispatch.load(call.OPERATION, "triton").heuristic(call)
     sizes = (tile.block_h, tile.block_kv, tile.num_warps, tile.num_stages)
     return case.cache_format, "float32" if case.dtype == "float32" else "16 bits", *sizes
 
 
-# Constants that only change numbers in a kernel's code; then constants of which only matters whether they are 1.
+# NUMBERS are constants that only change numbers in a kernel's code. For ONE_OR_MORE it only matters if they exceed 1.
 NUMBERS = {"NUM_HEADS", "SPLIT_BLOCK_Q", "ROWS", "TOPK", "KV_HEADS", "MIN_BLOCKS"}
 ONE_OR_MORE = {"GROUP", "MAX_SEQS", "NUM_Q", "PARTS"}
 
@@ -536,7 +536,7 @@ def shape_of(launch: compiling.Launch) -> tuple[Any, ...]:
             continue
         if name in ONE_OR_MORE:
             value = value > 1
-        if name.endswith("PAGE_SIZE"):  # a block of keys is on one page, or every key has its own page, or neither
+        if name.endswith("PAGE_SIZE"):  # pages of one key, pages of whole blocks of keys, or other sizes
             value = 1 if value == 1 else "whole" if value % launch.constants.get("BLOCK_KV", 1) == 0 else "parts"
         found.append((name, value))
     return tuple(found)

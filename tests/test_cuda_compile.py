@@ -71,7 +71,7 @@ int ra_mla_decode_sparse_v41(const RaLatent*, void*) { return 7; }
 int ra_make_decode_schedule(const RaSchedule*, void*) { return 4; }
 """
 
-# Stands for the XLA handlers. It shows whether they call the library above.
+# A stand-in for the source of the XLA handlers. Its function calls the library that is built from SOURCE.
 THROUGH = """\
 #include "api.h"
 extern "C" RA_API int through(void) { return ra_mla_decode_sparse_fp8(nullptr, nullptr); }
@@ -93,7 +93,7 @@ def stand_in(home: Path, release: str = "99.0", seconds: float = 0) -> Path:
 
 @pytest.fixture
 def afresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """A state in which nothing was found, built, loaded or has failed yet, with an empty cache."""
+    """A fresh process state: no compiler found, nothing built or loaded, no recorded failure, and an empty cache."""
     for name in ("CUDACXX", "CUDA_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -257,9 +257,9 @@ def test_cutlass_is_found_without_importing_it(monkeypatch, tmp_path):
 
 
 def test_the_toolchain_from_pypi_is_of_one_release():
-    """The pinned parts are of one release.
+    """The pinned parts of the toolchain are of one release.
 
-    They refuse parts of other releases: an older ptxas cannot read a newer nvvm's code.
+    Parts of different releases do not work together: an older ptxas cannot read a newer nvvm's code.
     """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     pins = dict(re.findall(r"([\w-]+)==([\d.]+); sys_platform == 'linux'", " / ".join(extras["cuda-toolchain"])))
@@ -374,7 +374,7 @@ def test_a_failed_build_shows_the_command_and_the_compilers_last_words(small, ca
     assert len(said) <= 2 + compile.SHOWN_LINES
     assert capfd.readouterr() == ("", "")
     assert not list((small.parent / "cache").rglob("*.so"))
-    # A process does not try again, and still knows the reason.
+    # The process does not build again, and raises the recorded reason.
     with pytest.raises(BackendMissing, match="nothing_of_that_name"):
         _native.library()
     assert len(calls(small)) == 1
@@ -422,7 +422,7 @@ def test_an_nvcc_that_is_too_old(afresh, monkeypatch, tmp_path, release):
 def test_the_driver_is_asked_once(small):
     source = SOURCE.replace("*driver = 13010", "static int asked; *driver = asked++ ? 99000 : 12040")
     (compile.SOURCES / "common.cu").write_text(source)
-    assert _native.why_not() is None  # the question alone does not build anything
+    assert _native.why_not() is None  # `why_not` does not build anything
     _native.library()
     reason = "expected a driver for CUDA 13.0 or later, which the kernels were compiled with, got one for CUDA 12.4"
     assert _native.why_not() == _native.why_not() == reason
@@ -469,7 +469,7 @@ def test_a_library_in_a_cache_that_is_not_ours_is_found(small, monkeypatch):
     """A library in a cache that root owns is found, although neither its folder nor the lock can be written."""
     path = compile.build(compile.kernels_recipe())
     (path.parent / "lock").unlink()
-    (path.parent / "lock").mkdir()  # nobody can open a folder as a lock, not even root
+    (path.parent / "lock").mkdir()  # as the lock is a folder, not even root can open it for writing
     assert compile.built() == path
     assert _native.library()._name == str(path)
     assert len(calls(small)) == 2

@@ -23,7 +23,7 @@ if reason := cuda_emulator.missing():
 RUNNERS = cuda_emulator.runners("cuda", None, "cpu")
 DEV = examples_of() == PROFILES["dev"]
 EXAMPLES = {"torch": examples_of() // 5, "jax": 1 if DEV else examples_of() // 20}
-EVERY = {"torch": 3 if DEV else 1, "jax": 12 if DEV else 1}  # every n-th check runs in a mode
+EVERY = {"torch": 3 if DEV else 1, "jax": 12 if DEV else 1}  # n, if each mode runs every n-th check
 OTHERS = ("quantize", "dequantize", "write latents", "latents,", "slots")  # checks of operations without a CUDA kernel
 CHECKS = [
     check
@@ -78,8 +78,8 @@ def test_no_index_makes_them_touch_what_is_not_theirs(emulated: EmulatedRunner) 
 def test_sums_of_fp8_rows_are_exact_whatever_their_scales(exponent: int, num_keys: int, heads: int) -> None:
     """Sums are exact whatever the scales of the rows.
 
-    The kernels sum weights without their scales. With scales of any size the sums must stay within the range of
-    float32, and with scales of usual size they must keep the digits of an lse near 0.
+    The kernels sum weights without their scales. Whatever the scales, the sums must stay within the range of float32.
+    With scales of the usual size, an lse near 0 must keep its digits.
     """
     torch = pytest.importorskip("torch")
     from ragged_attention.torch import mla_decode

@@ -72,7 +72,7 @@ def plain_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded() -> dict[Any, Any]:
-    """The libraries that are loaded on top of the plain library, separate from those for the kernels."""
+    """A separate table of loaded libraries for the plain library, so that the kernels' own table stays unchanged."""
     return {}
 
 

@@ -43,7 +43,8 @@ REPORTS = (
 )
 UNFENCED, COPIED, FENCED, ARRIVED = range(len(REPORTS), len(REPORTS) + 4)
 MODES = range(len(_native.MODES))
-LAST, UNKNOWN = MODES[-1], 6  # in the last mode no barrier is made before it is visible, so deed 6 cannot occur
+# Deed 6, an arrival at a barrier that is made but not yet visible to the thread, cannot occur in the last mode.
+LAST, UNKNOWN = MODES[-1], 6
 CASES = [(deed, mode) for deed in range(len(REPORTS)) for mode in MODES if (deed, mode) != (UNKNOWN, LAST)]
 
 

@@ -18,8 +18,8 @@ pytest.importorskip("torch")
 
 needs_emulation = pytest.mark.skipif(cuda_emulator.missing() is not None, reason=str(cuda_emulator.missing()))
 DEV = examples_of() == PROFILES["dev"]
-# The default profile runs a few mutants, and one other kernel with the sanitizer. The texts that all mutants replace
-# are searched for in every profile.
+# The default profile runs a few mutants, and with the sanitizer one other kernel. In every profile, the texts that the
+# mutants replace must occur in the sources.
 JUDGED = list(MUTANTS)[4::22] if DEV else list(MUTANTS)
 CLEAN = ["honest dense"] if DEV else list(HONEST)
 PASSING = ["honest lists"] if DEV else list(HONEST)

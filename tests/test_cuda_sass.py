@@ -82,7 +82,7 @@ def test_of_nested_loops_the_inner_one_is_meant() -> None:
         return sorted(sass.natural_loops(edges), key=len)
 
     assert loops({0: [1], 1: [2], 2: [2, 3], 3: [1, 4], 4: []}) == [{2}, {1, 2, 3}]
-    assert loops({0: [1, 2], 1: [2], 2: [1, 3], 3: []}) == []  # a cycle with two entries is not a loop
+    assert loops({0: [1, 2], 1: [2], 2: [1, 3], 3: []}) == []  # a cycle with two entry points is not a natural loop
 
 
 # A loop over blocks of keys as Triton compiles it, a loop over pages, and a loop of plain products.

@@ -110,7 +110,7 @@ def test_a_layer_that_is_off_is_noticed(example, factor, bound, capsys, monkeypa
     right = found["Layer"].output
 
     def wrong(self: Any, attended: Any, *positions: Any) -> Any:
-        """The layer's output, wrong by a factor except in float64, in which the reference result is computed."""
+        """The layer's output, multiplied by `factor`, except in float64, which the example uses for its reference."""
         return right(self, attended, *positions) * (1 if str(attended.dtype) == "torch.float64" else factor)
 
     monkeypatch.setattr(found["Layer"], "output", wrong)

@@ -110,13 +110,13 @@ def test_pages_agree_with_a_list_of_holders(num_pages, actions):
 
 
 def following(history: list[int]) -> int:
-    """The token that follows a history, which depends on all of it; sometimes STOP."""
+    """The next token after a history. It depends on all tokens of the history, and is sometimes STOP."""
     mixed = sum((place + 1) * token for place, token in enumerate(history))
     return STOP if mixed % 13 == 0 else 97 + mixed % 3
 
 
 def context(before: int, token: int) -> int:
-    """A hash in place of a token's keys and values; `before` is the previous token's, so it covers the whole prefix."""
+    """A hash of a token and of `before`, the previous token's hash. It stands for the token's keys and values."""
     return hash((before, token))
 
 
@@ -159,7 +159,7 @@ class Memory:
         before = 0
         for slot in slots:
             before = context(before, int(self.tokens[slot]))
-            assert self.contexts[slot] == before, "a page stands behind tokens that it was not computed behind"
+            assert self.contexts[slot] == before, "a page follows tokens that it was not computed after"
         return [int(self.tokens[slot]) for slot in slots]
 
     def _slot(self, batch: Batch, seq: int, position: int) -> tuple[int, int]:
@@ -169,7 +169,7 @@ class Memory:
 
 
 def alone(prompt: bytes, max_new_tokens: int) -> list[int]:
-    """The tokens that a sequence must have at the end, whatever else is served with it."""
+    """The tokens that a sequence must have at the end, whatever other sequences are served with it."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + max_new_tokens:
         tokens.append(following(tokens))
@@ -234,10 +234,8 @@ def test_a_common_prefix_is_computed_once():
     reports = serve(engine, [(0, first), (1, second)])
     assert [report.shared_hits for report in reports[:2]] == [0, 3]
     assert reports[0].prefill_tokens == 13
-    assert (reports[1].prefill_tokens, reports[1].decode_tokens) == (
-        2,
-        1,
-    )  # a mixed step that prefills only the unshared rest
+    # A mixed step prefills only the tokens that the second sequence does not share.
+    assert (reports[1].prefill_tokens, reports[1].decode_tokens) == (2, 1)
 
 
 def test_without_free_pages_sequences_wait_and_lose_theirs_but_all_end():

@@ -93,8 +93,8 @@ def test_a_fault_costs_one_item(planted: Planted, workers: int) -> None:
     assert {item for item, line in results.items() if line["result"] == "passed"} == set(names) - set(ONE_COSTS)
     for item, message in ONE_COSTS.items():
         assert message in results[item]["message"]
-    assert "hang_here" in results["hang"]["message"]  # the place where it hung
-    assert results["noise"]["extra"] == "noise"  # output of the item is not taken for an answer
+    assert "hang_here" in results["hang"]["message"]  # the function in which the item hung
+    assert results["noise"]["extra"] == "noise"  # an item's printed output is not mistaken for a worker's answer
     (end,) = planted.record.of_kind("end")
     assert end["not_reached"] == 0
 
@@ -133,8 +133,8 @@ def test_what_failed_is_run_first(planted: Planted) -> None:
         planted.record.write("item", phase="x", item=item, result=result)
     planted.record.stamp = {"sources": "new", "device": "H100"}
     phase = plan.Phase(name="x", start=plan.Start("m"), workers=1, item_seconds=1, seconds=1)
-    # The order is: failed items, items that never ran on this device, items that passed with other sources. Passed
-    # items are left out.
+    # Failed items come first, then items that never ran on this device, then items that ran with other sources. Items
+    # that passed with these sources are left out.
     assert phase.select(planted.record, names) == ["b", "a", "d", "f", "e"]
     assert phase.select(planted.record, names, 2) == ["a", "d"]
     assert dataclasses.replace(phase, always=True).select(planted.record, names) == names
@@ -159,7 +159,7 @@ def test_what_cannot_run_says_why(planted: Planted, what: str, options: list[str
     assert (line["item"], line["result"]) == ("", "cannot run")
     assert reason in line["message"]
     planted.phase("slow", seconds=6.0)
-    assert "" not in planted.results()  # this time the phase could begin
+    assert "" not in planted.results()  # a phase that can begin has no line without an item
 
 
 def test_a_phase_is_given_up_when_processes_do_not_start_any_more(planted: Planted) -> None:
@@ -218,7 +218,7 @@ def test_limits_of_items_fit_into_those_of_their_phases() -> None:
 
 
 def test_who_answers_no_more_is_not_waited_for(tmp_path: Path) -> None:
-    """The end of a pool does not wait for a process whose output a child keeps open, as a hanging driver may."""
+    """`Pool.end` does not wait for output that a worker's child keeps open. A hanging driver may leave such a child."""
     pool = Pool("cpu")
     one = pool.take(plan.Start("tests.device_faults", (str(tmp_path / "log"),)))
     one.ready(60)
@@ -355,9 +355,9 @@ def test_small_calls_of_the_cuda_kernels_run_as_the_checkers_would_run_them(what
 
 
 def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every checker runs on the kernels.
+    """Every mode of compute-sanitizer runs on the kernels, and a mode that finds a fault is reported.
 
-    Here it is a stand-in for compute-sanitizer that finds something in one of its three modes.
+    A stand-in for compute-sanitizer fails in the mode racecheck.
     """
     from benchmarks.device.tools import Items
 
@@ -377,7 +377,7 @@ def test_every_checker_is_run_on_the_kernels(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("case", device_cuda.SMALL, ids=lambda case: case.name)
 def test_the_kernels_take_what_the_checkers_exercise(case: Any) -> None:
-    """The CUDA kernels support every case of the checkers on a Hopper GPU, as far as can be known without one."""
+    """The CUDA kernels decline no case of the checkers on a Hopper GPU, except because they cannot run here."""
     found = case.attention_call(samples.device_of("torch", "sm_90"))
     declined = dispatch.load(case.operation, "cuda").why_not(found)
     assert declined is None or declined == _native.why_not()
@@ -404,7 +404,7 @@ def test_what_failed_is_measured_in_other_ways_too(tmp_path: Path, monkeypatch: 
     record.write("item", phase=way, item="corner: a", result="FAILED")
     assert (way, "corner: a") in record.items()
     record.write("item", phase="torch triton", item="corner: a", result="passed")
-    assert (way, "corner: a") not in record.items()  # it is of no interest once the item has passed
+    assert (way, "corner: a") not in record.items()  # a failure in another way does not matter once the item has passed
 
 
 def test_much_that_failed_leaves_time_to_measure(tmp_path: Path) -> None:
@@ -523,7 +523,7 @@ def test_too_much_to_travel_is_said(
 
 
 def test_the_tree_leaves_room_for_what_travels() -> None:
-    """The tree keeps to its share of the size limit, which leaves 40 MiB for compiled kernels and peers."""
+    """The working tree leaves 40 MiB of the size limit for compiled kernels and peers."""
     if not (ROOT / ".git").exists():
         pytest.skip("git is asked what belongs to the tree")
     assert 0 < prepare.tree_size() < prepare.LIMIT - 40 * 2**20
@@ -780,7 +780,7 @@ def test_a_record_becomes_rows_a_table_and_proven_kernels(checkout: Path) -> Non
 def test_a_check_that_had_no_end_is_not_said_to_be_wrong(checkout: Path) -> None:
     """A check that ran out of time counts as not ended, not as wrong.
 
-    It counts for the operations that it ran on another backend, not for those of similar checks.
+    It counts for the operations that the check ran on another backend, and not for the operations of similar checks.
     """
     check = {"item": "corner: attention, two keys"}
     late = changed(check["item"], message="no end after 40 s\nwhere it was")

@@ -90,9 +90,10 @@ def test_a_right_backend_has_no_cause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_full_sink_and_what_a_law_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cause of a failure at sinks of +inf is named for a corner.
+    """If sinks of +inf make a corner fail, they are the reported cause.
 
-    A law adds these sinks itself, so even the plainest batch fails, and the cause is the law's change of the batch.
+    A law adds such sinks to a batch itself, so even the plainest batch fails. The reported cause is then that the law
+    changes the batch.
     """
     honest = dispatch.load("ragged_paged_attention", "reference")
 
@@ -257,7 +258,7 @@ FAULTS: dict[str, tuple[Sequence[str], dict[str, Any], str]] = {
 
 
 def with_fields(spec: Any, fields: dict[str, Any]) -> Any:
-    """The structure with those of the fields that it has; `empty` adds sequences or lists without keys."""
+    """The structure with new values for the fields that it has. `empty` adds sequences or lists without keys."""
     if isinstance(spec, ChunkSpec) and "align" in fields:
         return dataclasses.replace(spec, **fields)
     if isinstance(spec, (PagedSpec, ChunkSpec)):
@@ -306,9 +307,9 @@ CORNERS: dict[str, Mapping[str, Callable[[], Any]]] = {
 
 @pytest.mark.parametrize("family", CORNERS)
 def test_the_form_of_a_batch_has_the_results_of_the_definition(family: str) -> None:
-    """The computation from which causes are derived is right for an unchanged batch.
+    """The form of a batch, from which causes are derived, gives the reference results.
 
-    It is also right if the slots that no query sees have other values.
+    Other values in the slots that no query reads do not change the results.
     """
     for name, build in CORNERS[family].items():
         batch = build()
@@ -337,7 +338,8 @@ def test_known_faults_are_computed_for_any_small_batch(family: str) -> None:
 def test_strides_of_0_are_no_second_cause() -> None:
     """Strides of 0 are not reported as a second cause.
 
-    Slots that get other values are first copied to their own memory, because the slots that are read must not change.
+    The diagnosis changes slots that are not read. It copies them to their own memory first, so slots that are read stay
+    unchanged.
     """
     spec = Spec(lens=((1, 21), (1, 9)), page_size=4, dtype="bfloat16", seed=9)
     batch = with_strides_of_0(spec.build(), {"kv_pages": 0})

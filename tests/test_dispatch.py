@@ -384,9 +384,8 @@ def test_only_a_promise_makes_an_attention_batch_invariant(install, tmp_path):
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
-@pytest.mark.parametrize(
-    "operation", [name for name in CALLS if name != "make_decode_schedule"]
-)  # its arguments are not those of its record
+# The arguments of `make_decode_schedule` differ from those of its record.
+@pytest.mark.parametrize("operation", [name for name in CALLS if name != "make_decode_schedule"])
 def test_front_ends_take_the_arguments_of_the_record(framework, operation):
     """The arguments' names, order and defaults are those of the record, followed by `backend` and `options`."""
     pytest.importorskip(framework)

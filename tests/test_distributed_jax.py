@@ -42,7 +42,7 @@ def test_heads_of_every_operation() -> None:
 
 
 def test_writes_of_divided_and_of_whole_caches() -> None:
-    """Divided queries beside a whole cache, which the call writes and returns: latents, and a single KV head."""
+    """Calls with divided queries can write a whole cache, which has latents or a single KV head, and return it."""
     found = devices("writes_over_heads")
     assert set(found["writes_over_heads"]) == {
         "latent_norm_rope_write", "norm_rope_write", "ragged_mla_attention", "ragged_paged_attention",
@@ -55,7 +55,7 @@ def test_positions() -> None:
 
 
 def test_a_ring_exchanges_keys_and_nothing_else() -> None:
-    """A ring sends only keys and values: each is one message before the loop and one in it.
+    """A ring sends only keys and values, each in one message before its loop and in one message in the loop.
 
     In training it also sends their gradients.
     """

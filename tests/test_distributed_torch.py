@@ -90,7 +90,7 @@ def test_heads_of_every_operator(size: int) -> None:
 
 
 def test_writes_of_divided_and_of_whole_caches() -> None:
-    """Divided queries beside a whole cache, which the call writes: latents, and a single KV head."""
+    """Calls with divided queries can write a whole cache, which has latents or a single KV head."""
     found = ranks(2, "whole_caches")
     assert set(found["whole_caches"]) == {
         "latent_norm_rope_write", "norm_rope_write", "ragged_mla_attention", "ragged_paged_attention",

@@ -1,4 +1,4 @@
-"""The papers: their code is run, their commands and files exist, and what is generated is current."""
+"""The documents: their code runs, the commands and files that they name exist, and generated parts are current."""
 
 import os
 import re
@@ -27,7 +27,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks(language: str) -> list:
-    """Every fenced block of a language, named by its file and number."""
+    """Every fenced block in a language, as a test parameter whose id has the block's file and number."""
     return [
         pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
         for path in PAPERS
@@ -54,7 +54,7 @@ def test_python_blocks_run(code, tmp_path):
 def test_the_readmes_first_block_prints_what_it_says(tmp_path):
     pytest.importorskip("torch")
     (code,) = (text for language, text in FENCE.findall((ROOT / "README.md").read_text()) if language == "python")
-    assert len(code.strip().splitlines()) <= 9  # eight lines and an empty one
+    assert len(code.strip().splitlines()) <= 9  # eight lines of code and an empty line
     out = run_python(code, tmp_path)
     (promised,) = re.findall(r"# (torch.Size.*)$", code, re.MULTILINE)
     assert out.splitlines()[0] == promised
@@ -92,7 +92,7 @@ def test_links_lead_to_files(path):
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path):
-    """`make x` is a target, `ragged-attention x` a command, `python -m x` a module of ours."""
+    """Every quoted `make x` names a target, `ragged-attention x` a command and `python -m x` one of our modules."""
     text = path.read_text()
     quoted = "\n".join([*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^    (.+)$", text, re.MULTILINE)])
     targets = re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.MULTILINE)[0].split()
@@ -107,14 +107,20 @@ def test_commands_exist(path):
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_extras_exist(path):
-    """tests/test_docs_site.py holds the page of installation to name all of them."""
+    """Every extra that a document installs exists.
+
+    tests/test_docs_site.py checks that docs/start/install.md has all of them.
+    """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     quoted = re.findall(r"pip install '\.\[([\w,-]+)\]'", path.read_text())
     assert {extra for group in quoted for extra in group.split(",")} <= set(extras)
 
 
 def test_nothing_says_that_the_package_is_on_an_index():
-    """Neither a page nor a message: `errors.how_to_install` and docs/start/install.md say how to install it."""
+    """No document and no message installs the package from an index, which does not have it.
+
+    `errors.how_to_install` and docs/start/install.md have the right commands.
+    """
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
     if listed.returncode:
         pytest.skip("git does not know the files")
@@ -178,7 +184,7 @@ def test_commands_for_other_devices_run(line, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_exist(path):
-    """A quoted path of this repository is there; those with <placeholders> are shapes of paths."""
+    """Every quoted path of this repository exists. Paths with <placeholders> are not checked."""
     tops = r"(?:src|reference|kernels_\w+|tests|benchmarks|docs|examples|portable)/"
     for quoted in re.findall(rf"`({tops}[\w./]*)`", path.read_text()):
         bases = (ROOT, ROOT / "src/ragged_attention", path.parent)
@@ -270,7 +276,7 @@ PARTS = {
 
 
 def test_pinned_versions_are_supported_ones():
-    """Every pin is of a package that pyproject asks for, directly or as a part of one."""
+    """Every pinned package is one that pyproject requires, or is in PARTS, the packages that those require."""
     pins = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pyproject = (ROOT / "pyproject.toml").read_text()
     for name in pins.keys() - PARTS:

@@ -1,5 +1,7 @@
-"""The documentation's site: every page and every operation is in it, its links lead somewhere, what is generated is
-current. `make docs-site` builds it, and looks for dead links in what was built."""
+"""The documentation's site has every page and operation, its links lead to files, and its generated pages are current.
+
+`make docs-site` builds the site and searches it for dead links.
+"""
 
 import json
 import re
@@ -31,7 +33,7 @@ def test_every_page_is_in_the_navigation_once(tmp_path):
 def test_staged_links_lead_to_staged_files(tmp_path):
     staged = site.stage(tmp_path)
     assert Path("repository/reference/README.md") in staged
-    assert Path("repository/examples/serve_jax.py.md") in staged  # code is a page too
+    assert Path("repository/examples/serve_jax.py.md") in staged  # listings of code are pages too
     for path in staged:
         if path.suffix == ".md" and not path.stem.endswith(".py"):
             for target, _ in site.LINK.findall((tmp_path / path).read_text()):
@@ -43,14 +45,17 @@ def test_every_operation_has_a_page_with_an_example():
     assert pages.keys() - {"index"} == CALLS.keys()
     choice = (ROOT / "docs" / "start" / "which_operation.md").read_text()
     for operation in CALLS:
-        (example,) = FENCE.findall(pages[operation])  # tests/test_docs.py runs it
+        (example,) = FENCE.findall(pages[operation])  # tests/test_docs.py runs the example
         assert f"{operation}(" in example
         assert f"]({operation}.md)" in pages["index"]
         assert f"](../operations/{operation}.md)" in choice
 
 
 def test_code_of_the_first_pages_fits_its_column():
-    """Beside both menus, from a screen of 1220 pixels on, without rolling sideways."""
+    """Code in the first pages fits into 100 columns.
+
+    On a screen of at least 1220 pixels it then fits between both menus without horizontal scrolling.
+    """
     pages = [path for folder in ("start", "operations") for path in (ROOT / "docs" / folder).glob("*.md")]
     for path in [*pages, ROOT / "docs" / "index.md", ROOT / "docs" / "guides" / "serve.md"]:
         for code in FENCE.findall(path.read_text()):
@@ -177,7 +182,8 @@ def test_pages_link_to_the_repository_that_pyproject_names():
     )
     assert with_link.pop("repo_url") == "https://example.org/a"
     assert with_link == without
-    assert (without["docs_dir"], without["site_dir"]) == ("site-source", "site")  # beside the file, in build/
+    # These paths are relative to the configuration file, which is in build/.
+    assert (without["docs_dir"], without["site_dir"]) == ("site-source", "site")
     assert (site.USED_CONFIG.parent / without["theme"]["custom_dir"]).resolve() == ROOT / "docs" / "theme"
 
 
@@ -202,7 +208,7 @@ def test_the_search_ranks_titles_then_places_then_words_that_are_near():
 def test_a_search_that_misses_its_page_is_a_fault(tmp_path, monkeypatch):
     items = [{"location": f"{name}.html#a", "title": name, "text": "a word", "path": []} for name in "defg"]
     (tmp_path / "search.json").write_text(json.dumps({"config": {"separator": " "}, "items": items}))
-    monkeypatch.setattr(site_search.shutil, "which", lambda name: None)  # there is no script of the site here
+    monkeypatch.setattr(site_search.shutil, "which", lambda name: None)  # no node, which runs the site's own script
     assert list(site_search.faults(tmp_path, {"word": ("c", "f")})) == []
     assert list(site_search.faults(tmp_path, {"word": ("g",)})) == [
         "search for 'word': expected one of g, got d.html#a, e.html#a, f.html#a"
@@ -216,7 +222,7 @@ def test_thirty_searches_lead_to_pages():
 
 
 def test_a_picture_in_one_file_is_divided_by_colours_for_the_sites_switch(tmp_path):
-    """The files are those that docs/pictures/draw.py would write for each scheme."""
+    """A picture for both colour schemes becomes two files, as docs/pictures/draw.py would write for each scheme."""
     moved, _ = site.with_links(ROOT / "docs" / "masks.md", "![a\nb](pictures/masks.svg) [c](pictures/masks.svg)\n")
     pair = " ".join(f"![a\nb](pictures/masks-{scheme}.svg#only-{scheme})" for scheme in ("light", "dark"))
     assert moved.startswith(pair)

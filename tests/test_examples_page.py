@@ -4,7 +4,7 @@ import re
 
 from tests.scripts import EXAMPLES
 
-SHARED = {"deepseek_parts"}  # modules that scripts import
+SHARED = {"deepseek_parts"}  # modules that examples import, not examples themselves
 
 
 def test_every_example_has_a_row_with_its_command() -> None:
