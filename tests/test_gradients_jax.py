@@ -110,7 +110,7 @@ def test_jit_and_grad_in_either_order(function: Any, arguments: Any, backend: st
     given = arguments()
     want = gradients(function, given, backend="reference")
     assert_close(jax.jit(lambda *given: gradients(function, given, backend=backend))(*given), want)
-    if backend == "triton":  # slow in the interpreter; the remaining cases do not depend on the backend
+    if backend == "triton":  # Triton is slow in the interpreter, and the checks below do not depend on the backend
         return
     assert_close(gradients(function, given, backend=backend), want)
     whole = jax.jit(lambda *given: function(*given, backend=backend))

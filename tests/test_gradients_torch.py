@@ -258,7 +258,7 @@ def test_each_result_and_each_argument_by_itself(backend: str) -> None:
                 if name in ("v", "sinks") and index == 1:
                     total = finite(results)[index].sum()
                     (got,) = torch.autograd.grad(total, tensor, allow_unused=True, materialize_grads=True)
-                    assert not got.any()  # the log-sum-exp depends on neither
+                    assert not got.any()  # the lse depends neither on v nor on sinks
                     continue
                 (got,) = torch.autograd.grad(finite(results)[index].sum(), tensor)
                 (want,) = torch.autograd.grad(finite(whole)[index].sum(), tensor, retain_graph=True)

@@ -131,7 +131,7 @@ def test_a_wrong_prefill_is_caught(plant: Callable[..., Runner], name: str) -> N
     assert any(failures(runner, heads_first_suite.agreement(), 200)), "no drawn batch caught it"
 
 
-# Mutants that a law catches without an oracle, with the beginning of the law's name.
+# For each mutant that a law catches without reference results, the beginning of that law's name.
 NOTICED = {
     "one_key_more": "heads-first pages are a matter of layout",
     "heads_and_pages_confused": "heads-first pages are a matter of layout",

@@ -78,7 +78,8 @@ def test_heads_that_share_a_program_change_no_bit(heads: int, group: int, dtype:
     call = batch(heads, group, dtype, cache)
     call |= masks(call, mask) | {"return_lse": True}
     together = with_threads(1, lambda: ragged_paged_attention(**call, backend="numba"))
-    alone = with_threads(64, lambda: ragged_paged_attention(**call, backend="numba"))  # more threads than programs
+    # With more threads than programs, each program has one head.
+    alone = with_threads(64, lambda: ragged_paged_attention(**call, backend="numba"))
     for ours, each in zip(together, alone, strict=True):
         assert torch.equal(ours.isnan(), each.isnan())
         assert torch.equal(ours.nan_to_num(), each.nan_to_num())

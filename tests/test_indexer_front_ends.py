@@ -31,7 +31,7 @@ from tests.tensors import ints, strided
 T, H, D = 7, 3, 16  # the last token is padding
 P, G, M, S = 6, 4, 3, 3
 TABLES = {"page_indices": [[4, 0, 99], [1, 2, 5], [-1, 3, 2]], "kv_lens": [7, 12, 9], "cu_q_lens": [0, 2, 3, 6]}
-SLOTS = [1, 2, 23, 14, 15, 8, -1]  # those that the tables give to the tokens
+SLOTS = [1, 2, 23, 14, 15, 8, -1]  # the slots that TABLES gives to the tokens
 RANGES = {"starts": [0, 3, 5, 0, 9, 2, 4], "stops": [9, 9, 5, 1, 3, 40, 8]}
 KINDS = ("plain", "scaled", "bytes", "packed")
 EACH_KIND = pytest.mark.parametrize("kind", KINDS)
@@ -217,8 +217,8 @@ def test_keys_are_written_by_the_tables_of_the_live_sequences(count: int) -> Non
 
 @pytest.mark.parametrize("ratio", [1, 4])
 def test_tables_of_a_compressed_cache_count_its_keys(ratio: int) -> None:
-    """Steps of any length, written by the tables that the docstring names, fill a cache as one write does."""
-    steps = torch.tensor([[5, 2], [1, 9], [0, 4], [7, 1]])  # new tokens of two sequences
+    """Steps of any length fill a compressed cache like a single write, if the tables count its keys and not tokens."""
+    steps = torch.tensor([[5, 2], [1, 9], [0, 4], [7, 1]])  # for each step, the numbers of new tokens of two sequences
     page_indices, kv_lens = ints([4, 0, 5, 1], [2, 3, 7, 6]), torch.zeros(2, dtype=torch.int32)
     keys = whole(2, 16, D)
     cache, want = pages_of_bytes(8), pages_of_bytes(8)

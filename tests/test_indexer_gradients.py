@@ -123,7 +123,7 @@ def test_torch_differentiates_it(form: str, backend: str | None) -> None:
 
 
 def test_a_loss_over_every_logit_works() -> None:
-    """A loss over all logits works: gradients at logits of -inf are ignored, even NaN in rows without keys."""
+    """A loss over all logits works: gradients at logits of -inf are ignored, even if they are NaN in empty rows."""
     given = tensors()
     logits = rt.indexer_logits(**given, **in_torch("lists"))
     gradients = torch.autograd.grad(logits.softmax(-1).nan_to_num().square().sum(), [*given.values()])

@@ -376,14 +376,14 @@ def scales_beside_values(k: Any, cache: Any, slot_mapping: Any, **others: Any) -
     return np.concatenate([values, scales], axis=-1).reshape(new.shape)
 
 
-# Mutants that 120 random calls may miss: they need a table with more sequences than live ones, or nearly equal logits.
+# Mutants that 120 random calls may miss. They need nearly equal logits, or a table with sequences that are not live.
 RARE = {"num_seqs_is_ignored", "written_from_every_sequence", "of_upper_bits", "negative_zero_is_less"}
 
 
 def caught(runner: Runner, words: tuple[str, ...], name: str = "") -> None:
-    """Assert that corners and random calls show the fault, among those whose names begin with one of `words`.
+    """Assert that corners and random calls both expose the fault, in checks whose names begin with one of `words`.
 
-    For mutants in RARE, corners suffice.
+    Random calls need not expose the mutants in RARE.
     """
     for group in (corners,) if name in RARE else (corners, agreement):
         chosen = [check for check in group() if check.name.startswith(words)]

@@ -310,9 +310,8 @@ def test_a_mixed_batch_of_latent_attention(host, q_dtype, kv_dtype):
     q[:, :, :latent], q[:, :, 128 : 128 + rotary] = arrays[0].swapaxes(0, 1), arrays[1]
     new = np.zeros((tokens, 1, 256), np.float32)
     new[:, 0, :latent], new[:, 0, 128 : 128 + rotary] = arrays[2], arrays[3]
-    both = np.repeat(
-        np.asarray(rows, np.float32)[:, :, None], 2, axis=2
-    )  # `written` takes the rows both as keys and as values
+    # `written` takes the rows both as keys and as values.
+    both = np.repeat(np.asarray(rows, np.float32)[:, :, None], 2, axis=2)
     want = fakes.written(dataclasses.replace(batch, k=new, v=new, cache=both))
     with use_backend("xla"):
         out, cache = fakes.mla_layer(sys.modules[INTERFACE], batch, arrays, fakes.mesh_of(), **scales)

@@ -302,7 +302,7 @@ def test_absorbed_latent_attention(model: Any) -> None:
 
 
 def chosen(model: Any, name: str, shown: Any, cache: str | None = None) -> tuple[Any, list[list[set[int]]]]:
-    """The generated tokens, and for each call of an indexer the visible keys that each query selected."""
+    """The generated tokens, and for each indexer call a set per query: the selected keys that the query sees."""
     found: list[list[set[int]]] = []
 
     def keep(module: Any, arguments: Any, picked: Any) -> None:
@@ -373,7 +373,7 @@ def test_indexers_with_heads_of_other_sizes_stay_as_they_are() -> None:
 @pytest.mark.parametrize("kind", ["none", "left", "right", "holes"])
 @each(("deepseek_v3",))
 def test_absorbed_prompts_with_padding_anywhere(model: Any, kind: str) -> None:
-    """Absorbed prompts with padding anywhere have eager's logits, in one pass or with the rest in a second pass."""
+    """Absorbed prompts with padding anywhere have eager's logits, whether they run in one pass or in two."""
     shown, absorbed = padding(kind), ragged.absorb_mla(copy.deepcopy(model))
     expected = logits(model, "eager", shown)
     assert_close(logits(absorbed, ragged.NAME, shown), expected, shown)
@@ -468,7 +468,7 @@ BART = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, 
 
 
 def other(kind: str) -> tuple[Any, dict[str, Any], str]:
-    """A model, its arguments besides tokens, and the operation that its attention becomes."""
+    """A model, its arguments besides tokens, and the operation that computes its attention."""
     decoder = {"decoder_input_ids": tokens(seed=3)}
     if kind == "bert":
         return transformers.BertModel(transformers.BertConfig(**SMALL)), {}, "varlen_attention"
@@ -489,7 +489,7 @@ def test_encoders_cross_attention_and_other_masks(kind: str, padded: str) -> Non
     model, arguments, becomes = other(kind)
     shown = padding(padded)
     expected = logits(random(model), "eager", shown, **arguments)
-    judged = shown if kind in ("bert", "llama4") else None  # no query of a decoder is padding
+    judged = shown if kind in ("bert", "llama4") else None  # a decoder has queries of its own, none of which is padding
     assert_close(logits(model, ragged.NAME, shown, **arguments), expected, judged)
     assert becomes in ragged.explain()
     assert kind != "llama4" or "dense" not in ragged.explain()

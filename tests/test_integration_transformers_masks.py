@@ -501,18 +501,18 @@ TWO_SIDED = {"vocab_size": 64, "d_model": 64, "encoder_layers": 1, "decoder_laye
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 28, "patch_size": 14}  # fmt: skip
 SIDE = {**GROUPED, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 4}
-MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # each tiny model's class, configuration and purpose in the test
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {  # each tiny model's class, configuration and tested feature
     "phimoe": ("PhimoeForCausalLM", {**GROUPED, "sliding_window": 4, "num_local_experts": 2}, "a mask's own window"),
-    "splinter": ("SplinterModel", SMALL, "an encoder that does not say what it is"),
-    "align": ("AlignTextModel", SMALL, "another one"),
-    "clap": ("ClapTextModel", SMALL, "another one"),
+    "splinter": ("SplinterModel", SMALL, "an encoder that does not declare itself one"),
+    "align": ("AlignTextModel", SMALL, "another such encoder"),
+    "clap": ("ClapTextModel", SMALL, "another such encoder"),
     "bart": ("BartForConditionalGeneration", TWO_SIDED, "a longer encoder without a mask"),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 1,
-                                          "num_heads": 4}, "the same beside a bias of positions"),
+                                          "num_heads": 4}, "a longer encoder, with a position bias"),
     "bigbird": ("BigBirdPegasusForCausalLM", TWO_SIDED, "a decoder that calls itself not causal"),
     "t5gemma": ("T5GemmaForConditionalGeneration",
                 {"encoder": SIDE, "decoder": {**SIDE, "cross_attention_hidden_size": 64}, "vocab_size": 64},
-                "a window that cross-attention has not"),
+                "a window that cross-attention does not have"),
     "modernbert": ("ModernBertModel", {**SMALL, "local_attention": 6, "deterministic_flash_attn": True},
                    "windows to both sides, and gradients with the same bits"),
     "doge": ("DogeForCausalLM", {**GROUPED, "keep_window_size": 4}, "masks that are made of ours"),

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("reg
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "sarvam_mla", "youtu")
 SPARSE = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 NEW = 9  # the number of generated tokens
-STEP = 24  # tokens per step, fewer than the longest prompt has
+STEP = 24  # tokens per step; the longest prompt has more
 SETTINGS: dict[str, Any] = {"page_size": 8, "num_blocks": 40, "max_batch_tokens": STEP, "max_requests_per_batch": 6}
 
 
@@ -163,7 +163,7 @@ def test_requests_that_do_not_fit_wait(family: str, caches: list[Any]) -> None:
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 def test_steps_of_fixed_shapes(family: str, caches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of fixed shapes work, as device graphs need them: padded with tokens and keys of no sequence."""
+    """Steps of fixed shapes, as device graphs need, work: padding tokens and keys belong to no sequence."""
     inputs = input_outputs.ContinuousBatchingIOs
     prepare, kwargs = inputs.prepare_batch_tensors, inputs.get_model_kwargs
     shapes: set[tuple[int, ...]] = set()

@@ -71,7 +71,7 @@ def never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def lists(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """The calls of our operations: each name, and the share of keys that the last query's lists name, or None."""
+    """A list that collects our operations' calls: the name, and the share of keys in the last query's lists or None."""
     found: list[tuple[str, Any]] = []
 
     def watched(operation: Any, kv_lens: Any) -> Any:
@@ -326,7 +326,7 @@ def test_other_attention_has_the_indexers_of_transformers() -> None:
 
 
 def test_masks_that_are_not_causal_stay_with_the_indexer_of_qwen4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask that is not causal, Qwen4 uses its own indexer: here each visible key is a separate range."""
+    """Qwen4 uses its own indexer if a mask has too many key ranges: here each visible key is a separate range."""
     model = made("qwen4_exp_text")
     monkeypatch.setattr(_dense, "attend", DENSE)
     mask = torch.ones(LENGTH, LENGTH).tril().bool() & ((torch.arange(LENGTH) % 2 == 0) | torch.eye(LENGTH).bool())
@@ -349,14 +349,14 @@ REFUSED = "expected selected blocks of keys in calls that our operations take, g
 
 
 def test_dropped_weights_are_refused(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dense, "attend", DENSE)  # the dense layer uses it
+    monkeypatch.setattr(_dense, "attend", DENSE)  # the model's dense layer may be computed densely
     model = made(family, attention_dropout=0.1)
     with pytest.raises(Unsupported, match=f"{REFUSED} .*Attention: it drops weights"):
         trained(model, ragged.NAME, batch(tokens()))
 
 
 def test_what_lists_of_minimax_m3_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_dense, "attend", DENSE)  # the dense layer uses it
+    monkeypatch.setattr(_dense, "attend", DENSE)  # the model's dense layer may be computed densely
     model, ids = made("minimax_m3_vl_text"), tokens()
     with pytest.raises(Unsupported, match=f"{REFUSED} MiniMaxM3VLAttention: it is in torch.float64"):
         logits(copy.deepcopy(model).double(), ragged.NAME, ids)

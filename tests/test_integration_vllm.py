@@ -442,11 +442,11 @@ def test_8_bit_caches(cache_dtype, scales, vllm, backend):
 
 
 def test_8_bit_caches_of_an_mi300(monkeypatch, backend):
-    """On an MI300, 8-bit caches have the dtype that vLLM's platform names and its own code also uses."""
+    """On an MI300, 8-bit caches have the dtype that vLLM's platform reports, which is e4m3fnuz."""
     with fakes.installed(monkeypatch, device="gfx942"):
         step = Step(MIXED, cache_dtype="fp8", scales=([0.5, 0.125], [0.25, 2.0]))
         assert step.fp8 == torch.float8_e4m3fnuz
-        step.k[0] = 0  # includes -0 after scaling, whose code differs from that of 0
+        step.k[0] = 0  # must be stored as the code 0: the code of -0 in other formats is NaN in e4m3fnuz
         assert agrees(step.run(implementation(kv_cache_dtype="fp8")), step.dense(), "float32")
         written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
         wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8).float()
@@ -561,9 +561,9 @@ def encoder_step(lens: Sequence[int], **options: Any) -> Step:
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 1.5, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
 @pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
 def test_layers_without_a_cache(attn_type, options, window, vllm, backend):
-    """Layers without a cache attend to the keys and values of the call, or to a window to both sides.
+    """Layers without a cache attend to the keys and values of the call, with or without a window on both sides.
 
-    vLLM passes no cache to them.
+    vLLM passes these layers an empty cache.
     """
     step = encoder_step([5, 0, 20, 1, 0])
     wanted = step.dense(window=window, cap=options.get("logits_soft_cap"), sinks=options.get("sinks"), causal=False)
@@ -716,7 +716,7 @@ MIXES = {"decode": (1, 1, 1), "drafts": (3, 3, 3), "mixed": (1, 7, 2), "prompt":
 def test_mla_short_requests(parts, q_lens, vllm, backend):
     """One call takes any mix of short requests.
 
-    Rows of padding follow, and the bound on query lengths is that of a longer request elsewhere in the batch.
+    Padding rows follow. The bound on query lengths is that of the whole batch, which also has a longer request.
     """
     data = Latents([40, 16, 5])
     impl = latent_implementation("MLA", 64, 16)
@@ -785,7 +785,7 @@ def test_mla_decode_over_ranks(vllm, backend):
 
 
 def chunk_of(first: int, edges: Sequence[int], pieces: Sequence[tuple[int, int]]) -> SimpleNamespace:
-    """A chunk of cached context as vLLM plans it; `pieces` has (start, length) for each request from `first` on."""
+    """A chunk of cached context as vLLM plans it. `pieces` has each request's (start, length), from `first` on."""
     last = first + len(pieces)
     lens = torch.tensor([length for _, length in pieces])
     return SimpleNamespace(

@@ -96,7 +96,8 @@ def test_all_is_put_back(bindings):
     path = registry.models["DeepseekV32ForCausalLM"].replace(":", ".")
     assert path == "ragged_attention.integrations._vllm_bindings.DeepseekV32ForCausalLM"
     deep_gemm = importlib.import_module("vllm.utils.deep_gemm")
-    assert deep_gemm.fp8_fp4_mqa_logits is sparse_fakes.fp8_fp4_mqa_logits  # ours are bound when such a model is loaded
+    # This is still vLLM's function, because ours are bound only when such a model is loaded.
+    assert deep_gemm.fp8_fp4_mqa_logits is sparse_fakes.fp8_fp4_mqa_logits
     assert bindings.DeepseekV32ForCausalLM == "generic V3.2"
     assert bindings.GlmMoeDsaForCausalLM == "generic GLM"
     layer = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
@@ -190,15 +191,15 @@ def test_a_cpu_rotates_queries_by_heads(bindings):
     rotary = importlib.import_module("vllm.model_executor.layers.rotary_embedding.base").RotaryEmbedding()
     ours.register(cpu=False)
     assert rotary.forward_cpu(None, torch.zeros(2, 3, 8)) == "operator"
-    ours.register(cpu=True)  # also for dense latent models, which make their layers before they load our code
+    ours.register(cpu=True)  # takes effect on layers that exist already, as in dense latent models
     assert rotary.forward_cpu(None, torch.zeros(2, 3, 8)) == "native"
     assert rotary.forward_cpu(None, torch.zeros(2, 24), None) == "operator"
 
 
 def test_the_path_of_the_indexer(bindings):
-    """The indexer takes the path by names if it must write the cache itself.
+    """The indexer calls functions by name, which we bind, if it must write the cache itself.
 
-    DeepSeek-V4 writes the cache before and keeps vLLM's path.
+    DeepSeek-V4 writes the cache before the indexer runs, and keeps vLLM's path for CPUs.
     """
     bindings.bind()
     layer = importlib.import_module("vllm.model_executor.layers.sparse_attn_indexer")
@@ -327,9 +328,9 @@ def test_the_cache_is_written_and_gathered(bindings, backend):
 
 
 def test_small_keys_have_a_larger_least_scale(bindings):
-    """The smallest scale is 2 ** -13 here and 2 ** -22 in vLLM.
+    """The smallest scale is 2 ** -13 in our function and 2 ** -22 in vLLM's.
 
-    Scales are equal for keys of at least 2 ** -13 * 448 / 2 = 0.027.
+    Both have equal scales if a key's largest element is at least 2 ** -13 * 448 / 2 = 0.027.
     """
     cache = torch.zeros(1, PAGE, D + 4, dtype=torch.uint8)
     largest = torch.tensor([0.0, 1e-3, 2**-14 * 449, 1.0])
@@ -485,7 +486,8 @@ def test_metadata_of_a_prompt(part, ranks, ratio, bindings):
     ]
     for at, (row, seen) in enumerate(queries[part]):
         count = local(seen // ratio)
-        start = int(own[row]) if count else 0  # an empty range starts at 0; vLLM's CPU indexer finds the request by it
+        # An empty range starts at 0, because vLLM's CPU indexer looks up the request by the start.
+        start = int(own[row]) if count else 0
         assert (int(starts[at]), int(stops[at])) == (start, start + count)
 
 

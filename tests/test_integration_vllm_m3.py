@@ -219,7 +219,7 @@ class SparseStep(Step):
 def test_a_layer(forced, page, lens, m3, backend, monkeypatch):
     """A layer's step agrees with dense attention for blocks of 8 tokens and pages of twice or half that size.
 
-    Of up to 7 blocks, three are read.
+    A query sees up to 7 blocks and selects three.
     """
     step = SparseStep(m3, lens, page=page)
     forcing = {"init_blocks": forced[0], "local_blocks": forced[1]}
@@ -310,7 +310,7 @@ def test_what_ours_do_not_take(m3, monkeypatch):
 
 
 def id_of_two(kv_cache_spec: Any, config: Any) -> int:
-    """A stand-in for `ranks_of` whose result is not None, as if ranks shared a cache."""
+    """A stand-in for `ranks_of`. Its result is not None, as if several ranks divided a cache."""
     return id((kv_cache_spec, config))
 
 

@@ -72,7 +72,7 @@ class Rule:
 
 
 def apply(rule: Rule, step: Step, **options: Any) -> torch.Tensor:
-    """The output of a layer's step under a rule, which is passed to our classes as vLLM does."""
+    """The output of a layer's step under a rule, which our classes receive as vLLM would pass it."""
     impl, builder = prepared(rule, step, **options)
     return step.run(impl, builder)
 

@@ -48,7 +48,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def dealt(table: torch.Tensor, lens: Sequence[int], page: int, shard: KvShard) -> tuple[torch.Tensor, Any]:
-    """A rank's page table, and a function from a request and positions to the rank's slots, -1 for other ranks'."""
+    """A rank's page table, and a function from a request and positions to slots: -1 for other ranks' positions."""
     pages = [-(-int(shard.lengths(torch.tensor(length))) // page) for length in lens]
     own = torch.full_like(table, 9999)  # unused entries must not be read as pages
     order = (torch.randperm(sum(pages)) + 1).tolist()

@@ -196,7 +196,7 @@ def test_attention(dtype, ratio, v4, monkeypatch):
     """
     torch.manual_seed(0)
     tokens, heads, window = len(QUERIES), 3, 5
-    # With entries of 128 tokens, positions must be large enough to see an entry.
+    # An entry covers `ratio` tokens. With 128, a query must have a large position to see an entry.
     offset = 120 if ratio == 128 else 0
     queries = [(row, position + offset) for row, position in QUERIES]
     blocks = 80
@@ -207,11 +207,11 @@ def test_attention(dtype, ratio, v4, monkeypatch):
         lists.append([int(sliding[row, each // 8 % 19]) * 8 + each % 8 for each in seen])
     slots = ints([one + [-1] * (window - len(one)) for one in lists]).unsqueeze(1)
     count = [(position + 1) // ratio if ratio > 1 else 0 for _, position in queries]
-    selected = torch.full((tokens + 2, 6), -1, dtype=torch.int32)  # has two more rows than tokens
+    selected = torch.full((tokens + 2, 6), -1, dtype=torch.int32)  # two more rows than tokens
     for token in range(tokens):
         chosen = torch.randperm(count[token])[:6] if ratio == 4 else torch.arange(count[token])
         selected[token, : len(chosen)] = chosen.int()
-    # The number of entries in a page of 256 tokens.
+    # The number of compressed entries in a page of 256 tokens.
     page = max(256 // ratio, 1) if ratio > 1 else 1
     extra = [
         [int(entries[row, each // page]) * page + each % page for each in selected[token].tolist() if each >= 0]

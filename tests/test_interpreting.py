@@ -1,4 +1,4 @@
-"""What launches of interpreted kernels mend of Triton's interpreter."""
+"""The patches that launches of interpreted kernels apply to Triton's interpreter."""
 
 import types
 from typing import Any

@@ -1,7 +1,7 @@
 """The recipes that call other projects' kernels, with stand-ins for kernels whose packages need not be installed.
 
-A stand-in takes the arguments of the kernel that it replaces and computes the result with this project. Any failure of
-the suite is therefore an argument that the recipe passes wrongly.
+A stand-in takes the arguments of the kernel that it replaces and computes the result with this project's reference or
+backends. If the suite fails, the recipe therefore passes an argument wrongly.
 """
 
 import math
@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 
 
 def judged(recipe: Recipe, only: str) -> None:
-    examples = 25 if "drawn" in only or "given" in only else 1  # learning what a kernel takes needs several batches
+    # Several batches are needed to learn which calls a kernel supports.
+    examples = 25 if "drawn" in only or "given" in only else 1
     report = judge(recipe.kernel, recipe.operation, **{**recipe.limits, "only": only, "examples": examples})
     report.check()
 

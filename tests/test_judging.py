@@ -80,7 +80,7 @@ def test_a_fault_fails_with_the_batch_that_shows_it(fault: str) -> None:
 
 
 def blockwise(block: int, rescaled: bool) -> Callable[..., Any]:
-    """A decode kernel that visits blocks of keys and takes pages in a pair, with or without rescaling its sums."""
+    """A decode kernel over blocks of keys. It takes a pair of pages, and rescales its sums only if `rescaled`."""
 
     def decode_by_blocks(q, kv_pages, kv_lens, page_indices, sm_scale=None):
         k_pages, v_pages = kv_pages
@@ -109,7 +109,7 @@ def blockwise(block: int, rescaled: bool) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("dtype", "block"), [("float32", 32), ("bfloat16", 128), ("float16", 512)])
 def test_a_named_batch_shows_sums_that_are_not_rescaled(dtype: str, block: int) -> None:
-    """A kernel of decodes in one dtype, over one layout of pages, is tested by a long sequence whose logits grow."""
+    """A long sequence with growing logits tests even a kernel that supports only decodes, one dtype and one layout."""
     limits: dict[str, Any] = {"decode_only": True, "dtypes": [dtype], "only": "corner: attention, decodes of long"}
     limits["declines"] = [*UNPROMISED, "combined pages"]
     right = judge(blockwise(block, rescaled=True), **limits)
@@ -120,7 +120,7 @@ def test_a_named_batch_shows_sums_that_are_not_rescaled(dtype: str, block: int) 
 
 
 def test_a_report_warns_if_no_named_batch_was_tested() -> None:
-    """The warning names the kind of checks and the most common reason, and is no failure."""
+    """The report warns, without failing, if all named batches were declined. It has the most common reason."""
     report = judge_decode(decode, page_sizes=[48], only="attention, ")
     named = "WARNING: no named batch was tested: all [0-9]+ checks were declined, most often with this reason: expected"
     assert re.search(named, str(report))
@@ -130,7 +130,7 @@ def test_a_report_warns_if_no_named_batch_was_tested() -> None:
 
 
 def test_a_table_that_is_read_one_entry_late_is_named() -> None:
-    """The smallest failing batch has one key and fits many causes, so the cause comes from a larger one."""
+    """The cause is found with a larger batch, because the smallest failing batch has one key and fits many causes."""
 
     def decode_late(q, kv_pages, kv_lens, page_indices, sm_scale=None):
         num_pages = len(kv_pages[0] if isinstance(kv_pages, tuple) else kv_pages)
@@ -146,7 +146,7 @@ def test_a_table_that_is_read_one_entry_late_is_named() -> None:
 
 
 def test_a_last_axis_that_must_be_contiguous_is_named() -> None:
-    """The cause names the argument whose strides a kernel ignores, and its arrays can be made again."""
+    """The cause names the argument whose strides a kernel ignores, and `arguments_of` rebuilds the failing arrays."""
     torch = pytest.importorskip("torch")
 
     def decode_by_pointers(q, kv_pages, kv_lens, page_indices):
@@ -219,7 +219,7 @@ def test_a_command_without_features_is_not_given_new_keys(tmp_path: Path) -> Non
 
 
 def test_warnings_of_the_interpreter_are_not_shown() -> None:
-    """Triton's interpreter reduces rows of NaN by NumPy, which warns, but a GPU does not."""
+    """`judge` hides NumPy's warnings, which Triton's interpreter causes for rows of NaN and a GPU does not."""
     pytest.importorskip("torch")
 
     def merge(outs, lses):
@@ -469,7 +469,10 @@ def test_drawn_batches_reach_many_pages_of_one_size() -> None:
 
 
 def test_a_causal_kernel_that_takes_nothing_empty_is_judged_by_as_many_batches_as_another() -> None:
-    """Most of the first drawn batches have empty sequences, so more are drawn to learn what the kernel takes."""
+    """A kernel that declines empty sequences is judged on as many batches as others.
+
+    Most of the first drawn batches have empty sequences, so more batches are drawn to learn what the kernel supports.
+    """
 
     def causal_only(operation: str, call: Any) -> bool:
         return not call.causal
@@ -521,7 +524,7 @@ def test_lists_beyond_the_rows_and_packed_caches_may_be_declined() -> None:
 
 
 def test_a_decode_of_dense_latents_is_judged_by_drawn_batches() -> None:
-    """A function without lists is judged on drawn batches, although declining invalid entries depends on values."""
+    """A function without lists is judged on drawn batches, even if it declines some of them because of their values."""
 
     def dense(q, kv_cache, page_indices, kv_lens, d_v=512, sm_scale=None, causal=False):
         given = {"page_indices": page_indices, "kv_lens": kv_lens, "d_v": d_v, "sm_scale": sm_scale, "causal": causal}

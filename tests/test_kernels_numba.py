@@ -248,7 +248,7 @@ def _weigh(s: int, count: int, m_i: int, l_i: int, out: int) -> int:
 def test_four_rows_are_weighed_at_once() -> None:
     """A row without keys, with a NaN or with a new largest logit does not affect the other rows.
 
-    The result's bits mark the rows in which a few keys have most of the weight.
+    Each bit of the result tells whether a few keys have most of a row's weight.
     """
     generator, count = np.random.default_rng(0), 16 * LANES
     logits = generator.normal(size=(4, count)).astype(np.float32)
@@ -273,7 +273,7 @@ def test_four_rows_are_weighed_at_once() -> None:
 
 @pytest.mark.parametrize("cache_format", ["plain", "fp8_v4", "fp8_v41", "fp4_v41"])
 def test_a_key_that_a_list_names_often_keeps_its_weight(cache_format: str) -> None:
-    """A weight that is added many times has equal rounding errors, which would not cancel out."""
+    """A key that a list names many times gets an exact weight: its equal rounding errors would not cancel out."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.zeros(4, 16, 1, 512)
     rows[..., :32] = torch.randint(-1, 2, (4, 16, 1, 32), generator=generator)  # exact in every format
@@ -523,7 +523,7 @@ def nan_batch(operation: str, tokens: int, keys: int) -> Callable[[], Any]:
 @pytest.mark.parametrize("tokens", [1, 20])
 @pytest.mark.parametrize("keys", [20, 300])
 def test_rows_that_see_nothing_but_nan_are_nan(operation: str, tokens: int, keys: int) -> None:
-    """A row whose logits are all NaN gives NaN. Its maximum ignores NaN, so the row could seem to see no keys."""
+    """A row whose logits are all NaN gives NaN. It is not a row without keys, although its maximum is -inf."""
     assert all(result.isnan().all() for result in nan_batch(operation, tokens, keys)())
 
 
@@ -536,7 +536,7 @@ def test_scales_may_be_any_power_of_two(name: str) -> None:
     generator, powers = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
     width, dtype = (64, torch.float8_e4m3fn) if name == "mxfp8" else (32, torch.uint8)
     k, v = (torch.randint(0, 256, (256, 2, 1, width), generator=generator).to(torch.uint8) for _ in range(2))
-    v[:, 1] = v[:, 0]  # the mean of equal numbers loses no digits
+    v[:, 1] = v[:, 0]  # both values are equal, so their mean is exact
     pages = torch.where(k & 0x7F == 0x7F, 0, k).view(dtype), v.view(dtype)
 
     def scales(least: int, most: int) -> Any:
@@ -564,7 +564,7 @@ def test_scales_may_be_any_power_of_two(name: str) -> None:
         assert agrees(ours[1], expected[1], "lse bfloat16")
 
 
-@pytest.mark.parametrize("v_head_dim", [64, 80])  # 80 is an odd number of blocks of 16
+@pytest.mark.parametrize("v_head_dim", [64, 80])  # 80 columns are five blocks of 16, an odd number
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("sliding_window", [None, 1])  # a window of 1 has one key, without a partner in its pair
 def test_scales_of_nvfp4_may_be_any_code(v_head_dim: int, strided: bool, sliding_window: int | None) -> None:
@@ -649,7 +649,7 @@ def latent_batch(lens: list[tuple[int, int]], heads: int, cache_format: str, dty
 @pytest.mark.parametrize("cache_format", ["plain", "fp8_v32"])
 @pytest.mark.parametrize("options", [{}, {"sliding_window": 700, "soft_cap": 4.0}], ids=str)
 def test_no_division_of_prompts_and_decodes_changes_what_latents_give(cache_format: str, options: Any) -> None:
-    """Threads change no bit; blocks and splits change results only by rounding. The long decode is split."""
+    """The number of threads changes no bit. Blocks and splits change only the rounding. The long decode is split."""
     lens = [(1, 40), (33, 70), (5, 5), (0, 20), (2, 6000)]
     batch = latent_batch(lens, 3, cache_format) | options | {"return_lse": True}
 
@@ -675,7 +675,7 @@ def test_a_sequence_of_latents_has_the_same_bits_alone_and_in_a_batch() -> None:
             assert torch.equal(ragged_mla_attention(**alone), together[first:stop])
 
 
-@pytest.mark.parametrize("heads", [3, 40])  # keys as they are stored, and transposed
+@pytest.mark.parametrize("heads", [3, 40])  # with 3 heads keys are read as stored, with 40 transposed
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_weight(
     heads: int, cache_dtype: Any
@@ -688,7 +688,7 @@ def test_rounded_weights_leave_latents_within_bounds_where_few_keys_have_all_wei
 
 
 def test_a_key_that_is_listed_often_rounds_no_worse() -> None:
-    """Equal weights have equal rounding errors, which would not cancel out."""
+    """A key that is listed many times gets an exact weight: its equal rounding errors would not cancel out."""
     q, rows = torch.randn(2, 1, 5, 576).bfloat16(), torch.randn(4, 1, 1, 576).bfloat16()
     indices = torch.randint(0, 4, (2, 1, 600)).int()
     options: dict[str, Any] = {"indices": indices, "soft_cap": 1.5, "out_dtype": torch.float32, "backend": "numba"}
@@ -743,7 +743,7 @@ def by_name(kind: str) -> Any:
 @pytest.mark.parametrize("kind", ["paged", "plain", "fp8_v32"])
 @pytest.mark.parametrize("mask", ["prefix", "spans", "few", "many", "any"])
 def test_no_division_of_what_ranges_show_changes_the_results(kind: str, mask: str) -> None:
-    """Threads change no bit; blocks and splits change results only by rounding."""
+    """The number of threads changes no bit. Blocks and splits change only the rounding."""
     function, batch = by_name(kind)
     batch |= {"key_ranges": ranges(mask), "return_lse": True}
 
@@ -761,7 +761,7 @@ def test_no_division_of_what_ranges_show_changes_the_results(kind: str, mask: st
 @pytest.mark.parametrize("kind", ["paged", "plain"])
 @pytest.mark.parametrize("window", [None, 1, 50])
 def test_a_mask_has_the_same_bits_by_ranges(kind: str, window: int | None) -> None:
-    """A mask given as key ranges divides the work, and gives the same bits, as the mask given by its arguments."""
+    """A causal mask or window as key ranges has the same work division and bits as the mask given by its arguments."""
     function, batch = by_name(kind)
     tables = batch["cu_q_lens"], batch["kv_lens"], len(batch["q"])
     ranged = function(**batch, key_ranges=causal_ranges(*tables, sliding_window=window), return_lse=True)
@@ -815,7 +815,7 @@ def grouped_batch(group: int, dtype: Any = torch.float32) -> dict[str, Any]:
 @pytest.mark.parametrize("group", [1, 3, 4, 20])
 @pytest.mark.parametrize("size", [1, 8, 128])
 def test_no_division_of_what_lists_name_changes_the_results(group: int, size: int) -> None:
-    """Threads change no bit; blocks and splits change results only by rounding."""
+    """The number of threads changes no bit. Blocks and splits change only the rounding."""
     lists: dict[str, Any] = {"selected": lists_of_blocks(size, 40), "block_size": size, "sliding_window": 3000}
     batch: dict[str, Any] = grouped_batch(group) | lists | {"return_lse": True}
 
@@ -877,11 +877,11 @@ def test_the_order_of_a_list_and_doubles_in_it_change_no_bit(size: int) -> None:
 @pytest.mark.parametrize("group", [1, 3, 4])
 @pytest.mark.parametrize("size", [1, 4])
 def test_a_key_reaches_only_the_queries_whose_lists_name_it(dtype: Any, group: int, size: int) -> None:
-    """Other queries of the same tile have the same bits, whatever the key holds."""
+    """NaN in a key does not change a bit of other queries in the same tile, whose lists do not name the key."""
     lists, (queries, keys), first = lists_of_blocks(size, 5), LENGTHS[1], LENGTHS[0][0]
     named = 40 // size  # a block that half of the second sequence's queries list
     lists[lists == named] = -1
-    lists[first : first + queries, :, 3] = 0  # so all of them see a key that is not changed
+    lists[first : first + queries, :, 3] = 0  # all queries list block 0, which does not change
     lists[first : first + queries : 2, :, 2] = named
     names = (lists == named).any(2).repeat_interleave(group, 1)
     names[:first], names[first + queries :] = False, False
@@ -942,9 +942,9 @@ def index_batch(lens: list[tuple[int, int]], heads: int = 3, head_dim: int = 64)
 
 
 def test_no_division_of_the_keys_changes_a_logit_or_a_choice() -> None:
-    """Threads and blocks change neither logits nor choices.
+    """The numbers of threads and blocks change neither logits nor selections.
 
-    The long sequence is divided among several programs, and the last of them chooses.
+    Several programs share the long sequence. The program that ends last selects.
     """
     batch = index_batch([(1, 17)] * 6 + [(3, 9000), (40, 700)])
     expected = indexer_logits(**batch, backend="numba")
@@ -982,7 +982,7 @@ def test_candidates_of_a_long_sequence_are_divided_too() -> None:
 def test_scales_lie_where_their_strides_say() -> None:
     """Scales may follow each head's row, with rows more than 2 ** 31 elements apart, or have axes in any order."""
     pages, size, heads, width, far = 3, 4, 2, 32, 2**30 + 64
-    memory = torch.empty(far * 2 + size * heads * (width + 4), dtype=torch.uint8)  # only a little of it is touched
+    memory = torch.empty(far * 2 + size * heads * (width + 4), dtype=torch.uint8)  # mostly untouched
     rows = memory.as_strided((pages, size, heads, width + 4), (far, heads * (width + 4), width + 4, 1))
     scales = memory.view(torch.float32)[width // 4 :].as_strided(
         (pages, size, heads, 1), (far // 4, heads * (width + 4) // 4, (width + 4) // 4, 1)
