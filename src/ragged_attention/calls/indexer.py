@@ -276,7 +276,7 @@ class IndexerLogits(IndexerCall):
 
     @classmethod
     def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
-        where = "where a gradient is required"
+        where = "if a gradient is required"
         if arguments["page_indices"] is not None:
             raise InvalidInput(f"expected packed keys, with starts and stops or indices, {where}, got page_indices")
         own, got = (dtype_name(arguments[name]) for name in ("q", "keys"))

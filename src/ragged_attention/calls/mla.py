@@ -166,7 +166,7 @@ class SparseMlaPrefill(SparsePrefillCall):
     def expect_gradient(cls, arguments: Mapping[str, Any]) -> None:
         own, got = dtype_name(arguments["q"]), arguments["out_dtype"]
         if got not in (None, own):
-            raise InvalidInput(f"expected out_dtype to be that of q, {own}, where a gradient is required, got {got}")
+            raise InvalidInput(f"expected out_dtype to be that of q, {own}, if a gradient is required, got {got}")
 
 
 @record

@@ -17,10 +17,10 @@ class FullModel(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Mismatch:
-    """A served token that full attention does not select, and the lead of its best logit over the second best."""
+    """A served token that full attention does not select. `margin` is its best logit's lead over the second best."""
 
     sequence: int
-    index: int  # among the new tokens
+    index: int  # the token's index among the new tokens
     served: int
     expected: int
     margin: float
@@ -30,8 +30,8 @@ class Mismatch:
 class Verdict:
     num_tokens: int
     mismatches: tuple[Mismatch, ...]
-    largest_difference: float  # between the logits of both
-    closest_choice: float  # the smallest lead of a best logit over the second best
+    largest_difference: float  # between the served logits and those of full attention
+    closest_choice: float  # the smallest lead of full attention's best logit over its second best
 
     @property
     def agrees(self) -> bool:
@@ -42,7 +42,7 @@ def check(model: FullModel, sequences: list[Sequence]) -> Verdict:
     """Compare every new token with the one that full attention over the earlier tokens selects."""
     tokens = np.zeros((len(sequences), max(len(sequence.tokens) for sequence in sequences)), np.int32)
     for row, sequence in zip(tokens, sequences, strict=True):
-        row[: len(sequence.tokens)] = sequence.tokens  # causal attention never sees the padding, which follows
+        row[: len(sequence.tokens)] = sequence.tokens  # causal attention never sees the padding after it
     everything = model.full(tokens)
     mismatches: list[Mismatch] = []
     differences, margins = [0.0], [np.inf]

@@ -1,7 +1,8 @@
 """Serves a checkpoint of transformers with our attention, and checks it against the eager attention of transformers.
 
 Prompts are served together: by continuous batching if the model's cache allows it, else in one padded batch. Latent
-attention is absorbed. Then eager attention reads the answers, and every token is compared with the one it selects.
+attention is absorbed. Then eager attention reads the answers, and every token is compared with the token that eager
+attention selects.
 """
 
 import copy
@@ -19,7 +20,7 @@ from ragged_attention.demo.tiny import save_tiny
 from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.integrations import transformers as ragged
 
-CLOSE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}  # rounding may swap closer logits
+CLOSE = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}  # rounding may reorder closer logits
 PAGE_SIZE, STEP_TOKENS = 16, 256
 
 
@@ -29,7 +30,7 @@ class Verdict:
 
     num_tokens: int
     num_equal: int
-    furthest: float  # the largest lead of eager attention's best logit over that of the served token
+    furthest: float  # the largest lead of eager attention's best logit over the served token's logit
 
 
 def main(folder: Path, family: str | None, max_new_tokens: int, device: str | None) -> int:
@@ -57,7 +58,7 @@ def main(folder: Path, family: str | None, max_new_tokens: int, device: str | No
 
 
 def load(folder: Path, device: str) -> tuple[Any, Any]:
-    """A model with our attention, and its tokenizer or None."""
+    """A model with our attention, and its tokenizer, or None if the folder has no tokenizer."""
     if not (folder / "config.json").is_file():
         raise InvalidInput(f"expected a folder with a checkpoint of transformers, got {folder} without config.json")
     ragged.register()
@@ -123,7 +124,7 @@ def _padded(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[l
 
 @torch.no_grad()
 def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Verdict:
-    """Compare each token with the one that eager attention selects, which reads all answers in one padded batch."""
+    """Compare each token with the token that eager attention selects. It reads all answers in one padded batch."""
     eager = _with_eager_attention(model)
     ids, mask = _left_padded(model, prompts)
     written, read, cache, below = torch.tensor(answers, device=model.device), ids, None, []
@@ -138,7 +139,7 @@ def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Ver
 
 
 def _with_eager_attention(model: Any) -> Any:
-    """A copy of the model as transformers makes it, with eager attention."""
+    """A copy of the model with eager attention, built by transformers without changes of ours."""
     eager = type(model)(copy.deepcopy(model.config)).to(device=model.device, dtype=model.dtype).eval()
     eager.load_state_dict(model.state_dict())
     eager.set_attn_implementation("eager")

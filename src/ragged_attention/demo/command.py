@@ -23,7 +23,7 @@ from ragged_attention.tools.samples import FRAMEWORKS
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve the prompts and check every token. Returns 1 if any token differs, else 0; raises a user's mistake."""
+    """Serve the prompts and check every token. Returns 1 if any token differs, else 0; raises for a user's mistake."""
     arguments = _parser().parse_args(argv)
     if arguments.make_tiny is not None and arguments.model in KINDS:
         raise InvalidInput(
@@ -81,14 +81,14 @@ def serve(engine: Engine, sequences: list[Sequence], view: View) -> int:
 
 def chosen_framework(request: str | None) -> str:
     """The requested framework, or the first one installed."""
-    found = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
-    if request in found:
+    installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    if request in installed:
         return request
     if request is not None:
         raise BackendMissing(dispatch.missing_package(request))
-    if not found:
+    if not installed:
         raise BackendMissing(f"the demo needs torch or jax, and neither is installed: {how_to_install('torch')}")
-    return found[0]
+    return installed[0]
 
 
 def build_model(kind: str, framework: str, limits: Limits, device: str | None, backend: str | None) -> Any:
@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Serve a dozen prompts with a tiny model by continuous batching, and check every token.",
     )
     parser.add_argument("--framework", choices=FRAMEWORKS, help="default: torch if it is installed, else jax")
-    parser.add_argument("--backend", metavar="NAME", help="as in the calls' backend= (default: the platform's order)")
+    parser.add_argument(
+        "--backend", metavar="NAME", help="a backend, or several in order: a,b,c (default: as configured)"
+    )
     parser.add_argument(
         "--device", metavar="NAME", help="cpu, cuda, ... (default: a GPU or TPU if the framework sees one)"
     )

@@ -1,8 +1,8 @@
 """Continuous batching in miniature: sequences join and leave between steps, and every step is one ragged batch.
 
-A sequence is its tokens and how many of them the cache holds. A step computes some tokens of each running sequence;
-if that includes the last token, a new token is appended. So the engine treats a chunk of a prompt, a decode, and the
-recomputation of a preempted sequence alike.
+A sequence has its tokens, and a count of the tokens whose keys and values are cached. A step computes some tokens of
+each running sequence. If they include the last token, a new token is appended. So the engine treats a chunk of a
+prompt, a decode, and the recomputation of a preempted sequence in the same way.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Int32 = NDArray[np.int32]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """The fixed sizes of a step. Since they are fixed, functions are compiled for one shape only."""
+    """The fixed sizes of a step. Since they are fixed, functions are compiled for only one shape."""
 
     max_tokens: int = 16
     max_num_seqs: int = 8
@@ -31,13 +31,13 @@ class Limits:
     pages_per_seq: int = 16
 
     def __post_init__(self) -> None:
-        # Then decodes alone cannot use up a step, and the oldest sequence always advances.
+        # With this limit, decodes alone cannot use up a step, and the oldest sequence always advances.
         if self.max_tokens < self.max_num_seqs:
             raise InvalidInput(f"expected max_tokens >= max_num_seqs={self.max_num_seqs}, got {self.max_tokens}")
 
     @property
     def max_len(self) -> int:
-        """The most tokens that one sequence may have."""
+        """The maximum number of tokens per sequence."""
         return min(self.pages_per_seq, self.num_pages) * self.page_size
 
 
@@ -82,8 +82,8 @@ class Sequence:
     tokens: list[int] = dataclasses.field(init=False)
     computed: int = 0  # the number of its tokens in the cache
     pages: list[int] = dataclasses.field(default_factory=list)
-    digests: list[bytes] = dataclasses.field(default_factory=list)  # of the full pages
-    logits: list[NDArray[np.float32]] = dataclasses.field(default_factory=list)  # one per new token
+    digests: list[bytes] = dataclasses.field(default_factory=list)  # one per full page
+    logits: list[NDArray[np.float32]] = dataclasses.field(default_factory=list)  # one array [V] per new token
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -178,7 +178,7 @@ class Engine:
         return chunks
 
     def _admit(self, sequence: Sequence) -> bool:
-        """Share cached pages with a waiting sequence; False if there are too few free pages for the rest of it."""
+        """Share cached pages with a waiting sequence; False if there are too few free pages for its other tokens."""
         size = self.limits.page_size
         for _ in range((len(sequence.tokens) - 1) // size):  # the last token is always computed, for its logits
             digest = self._next_digest(sequence)
@@ -189,7 +189,7 @@ class Engine:
         sequence.computed = len(sequence.pages) * size
         if -(-len(sequence.tokens) // size) - len(sequence.pages) <= self.pages.num_free:
             return True
-        self.pages.hits -= len(sequence.pages)  # they count when the sequence is admitted
+        self.pages.hits -= len(sequence.pages)  # hits count only once the sequence is admitted
         self._release(sequence)
         return False
 
@@ -202,7 +202,7 @@ class Engine:
         return True
 
     def _make_space(self, sequence: Sequence, length: int, chunks: dict[Sequence, int]) -> bool:
-        """Grow, and preempt the youngest sequences if necessary; False if `sequence` itself was preempted."""
+        """Take the pages, preempting the youngest sequences if necessary; False if `sequence` itself was preempted."""
         while not self._grow(sequence, length):
             youngest = self.running.pop()
             self._release(youngest)
@@ -252,7 +252,7 @@ class Engine:
             self.pages.publish(page, sequence.digests[-1])
 
     def _next_digest(self, sequence: Sequence) -> bytes:
-        """The digest of the first page that has none yet."""
+        """The digest of the sequence's first page without a digest."""
         digests, size = sequence.digests, self.limits.page_size
         start = len(digests) * size
         return chained_digest(digests[-1] if digests else b"", sequence.tokens[start : start + size])

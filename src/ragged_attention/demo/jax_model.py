@@ -23,20 +23,20 @@ paged_logits = jax.jit(Transformer.paged_logits, static_argnames=("self", "backe
 
 
 def device_named(name: str | None) -> str:
-    """The requested platform, which becomes that of this process, or else jax's default one."""
+    """The requested platform, which the process uses from then on, or jax's default platform if `name` is None."""
     if name is None:
         return default_platform()
     before = jax.config.jax_platforms  # type: ignore[attr-defined]
     jax.config.update("jax_platforms", name)
     try:
-        found = default_platform()
-        reason = f"jax runs on {found} already in this process"
+        platform = default_platform()
+        reason = f"jax runs on {platform} already in this process"
     except (RuntimeError, AssertionError) as error:
-        found, reason = "", str(error).partition("\n")[0] or "no such device found"
-    if found != name.replace("gpu", "cuda"):
+        platform, reason = "", str(error).partition("\n")[0] or "no such device found"
+    if platform != name.replace("gpu", "cuda"):
         jax.config.update("jax_platforms", before)
         raise InvalidInput(f"expected device to be one that jax has here, got {name!r}: {reason}")
-    return found
+    return platform
 
 
 class Model:

@@ -24,14 +24,14 @@ class LatentAttention(Transformer):
         return self.xp.concatenate((self.norm(latent, weights["latent_norm"][layer]), rotated), -1)
 
     def queries(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any]:
-        """The two parts of each head's query: one for the key from the latent, one for the rotary key."""
+        """The two parts of each head's query: one meets the key computed from the latent, one the rotary key."""
         q = self.xp.einsum("...e,ehd->...hd", h, weights["q"][layer])
         size = weights["k"].shape[-1]
         return q[..., :size], self.rope(q[..., size:], positions)
 
     def heads(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any, Any]:
         rows = self.latent_rows(weights, layer, h, positions)
-        if "kv_scale" in weights:  # training computes the scales at its end
+        if "kv_scale" in weights:  # absent in training, which computes the scales at its end
             rows = self.rounded(rows, weights["kv_scale"][layer])
         latent, key = _split_row(weights, rows)
         k, v = (self.xp.einsum("...c,chn->...hn", latent, weights[name][layer]) for name in "kv")
@@ -40,7 +40,7 @@ class LatentAttention(Transformer):
         return q, self.xp.concatenate((k, shared), -1), v
 
     def rounded(self, rows: Any, kv_scale: Any) -> Any:
-        """Rows rounded as by an 8-bit cache."""
+        """Rows, rounded as an 8-bit cache rounds them."""
         codes = self.xp.asarray((rows / kv_scale).clip(-LARGEST_CODE, LARGEST_CODE), dtype=self.xp.float8_e4m3fn)
         return self.xp.asarray(codes, dtype=rows.dtype) * kv_scale
 

@@ -1,4 +1,4 @@
-"""The pages of the cache: their holders, and the pages that prompts can share because their content is known."""
+"""The pages of the cache: how many sequences hold each page, and a directory of full pages that prompts can share."""
 
 import hashlib
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class PageAllocator:
         return page
 
     def publish(self, page: int, digest: bytes) -> None:
-        """Let later prompts find a page that is full. The directory lists the first of several equal pages."""
+        """Let later prompts find a page that is full. The directory lists only the first of several equal pages."""
         if not self._holders[page]:
             raise ValueError(f"expected a page that somebody holds, got page {page}")
         if digest not in self._page_of and page not in self._digest_of:

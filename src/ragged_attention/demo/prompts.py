@@ -9,8 +9,8 @@ class Prompt:
     text: str
 
 
-# Both models know the continuations by heart, so the best logit is far ahead and rounding does not change a token.
-# Several prompts share a beginning, as prompts with common instructions do. Its pages are computed once.
+# Both models have memorised the continuations, so the best logit is far ahead and rounding does not change a token.
+# Several prompts share a beginning, as prompts with common instructions do. The beginning's pages are computed once.
 _COMMON = "This page explains the words that the rest of the project uses, from the beginning.\n"
 
 PROMPTS = (

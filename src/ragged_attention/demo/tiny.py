@@ -1,4 +1,4 @@
-"""Tiny random models of the families of transformers that the integration is tested with."""
+"""Tiny random models of the families of Hugging Face transformers, for tests of the integration."""
 
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attent
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 16, "qk_rope_head_dim": 8,
           "qk_nope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
           "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}  # fmt: skip
-# With 16 heads, hardly any key has a score of 0 from all heads. An indexer may select any of several equal scores.
+# An indexer may select any of several keys with equal scores. With 16 heads, hardly any key has a score of 0 from all
+# heads, so such ties are rare.
 INDEXED = LATENT | {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 16}
-# By family: the prefix of its classes' names, the name of its configuration, and the values that differ from COMMON.
+# Each family's prefix of class names, the name of its configuration, and the values that differ from COMMON.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("Llama", "LlamaConfig", {}),
     "qwen3": ("Qwen3", "Qwen3Config", HEADS),

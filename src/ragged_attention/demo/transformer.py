@@ -13,17 +13,17 @@ from ragged_attention.demo.engine import Batch, Limits
 from ragged_attention.demo.model import NORM_EPSILON, STEP_TABLES, rope_frequencies
 from ragged_attention.tools.samples import FakeArray
 
-Weights = Mapping[str, Any]  # the arrays of `ragged_attention.demo.model`, each with all layers
+Weights = Mapping[str, Any]  # the arrays of `ragged_attention.demo.model`, each for all layers
 
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """The modules of a framework. Both frameworks use equal names for functions on arrays."""
+    """The modules of a framework. Both frameworks use the same names for functions on arrays."""
 
     xp: Any  # torch or jax.numpy
     nn: Any  # torch.nn.functional or jax.nn
     operations: Any  # ragged_attention.torch or ragged_attention.jax
-    placed: Callable[[np.ndarray, Any], Any]  # converts a NumPy array, for the device of another array
+    placed: Callable[[np.ndarray, Any], Any]  # puts a NumPy array on the device of another array
 
 
 class Transformer(abc.ABC):
@@ -51,10 +51,10 @@ class Transformer(abc.ABC):
 
     @abc.abstractmethod
     def calls(self, weights: Weights, limits: Limits) -> dict[str, dict[str, Any]]:
-        """The attention of a step and then its write: the arguments except the tables, by operation."""
+        """The arguments of a step's calls without the tables, by operation: first the attention, then the write."""
 
     def backends(self, weights: Weights, limits: Limits, device: Device, backend: str | None) -> str:
-        """The backends of a step's calls, which the calls themselves select too."""
+        """The names of the backends that a step's calls will select, for the output."""
         empty = Batch.empty(limits)
         tables = {name: FakeArray(getattr(empty, name).shape, "int32") for name in STEP_TABLES}
         calls = self.calls(weights, limits).items()

@@ -86,7 +86,7 @@ class View:
         )
 
     def _tail(self, sequence: Sequence) -> Text:
-        """A line of the live part, with the end of the text that fits."""
+        """A line of the live display, with as much of the text's end as fits."""
         state = "done" if sequence.finished else "run" if sequence.pages else "wait"
         text = Text.assemble((readable(sequence.prompt), "dim"), (readable(sequence.new_tokens), "bold"))
         width = max(self.console.width - 12, 8)

@@ -1,1 +1,1 @@
-"""What people run: the command line and its `doctor`."""
+"""The command line: its commands, their arguments and their output."""

@@ -1,6 +1,6 @@
-"""How the commands read their arguments: parsers, the values that several commands take, and their errors.
+"""How the commands read their arguments: parsers, the types of arguments that several commands take, and errors.
 
-A mistake gives one line on standard error and exit status 2.
+For a mistake in the arguments, a command prints one line on standard error and exits with status 2.
 """
 
 import argparse
@@ -24,7 +24,7 @@ DTYPES = {
 
 
 class Paragraphs(argparse.HelpFormatter):
-    """A formatter that wraps each paragraph of a text by itself, and keeps the lines of one with indented lines."""
+    """A formatter that wraps each paragraph separately. A paragraph with indented lines keeps its lines."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         filled = super()._fill_text
@@ -45,9 +45,9 @@ class Parser(argparse.ArgumentParser):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A question that names the known word most like `name`, after "; ", or nothing if no word is like it."""
-    found = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {found[0]}?" if found else ""
+    """The end of an error message: a question that suggests the known word most similar to `name`, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def at_least(least: int) -> Callable[[str], int]:
@@ -62,7 +62,7 @@ def at_least(least: int) -> Callable[[str], int]:
 
 
 def heads(text: str) -> tuple[int, int]:
-    """A type of argument: the number of query heads and of KV heads; of equal ones, one number."""
+    """A type of argument: the numbers of query heads and of KV heads, or a single number if they are equal."""
     if not (match := re.fullmatch(r"(\d{1,9})(?:/(\d{1,9}))?", text)) or not all(
         map(int, filter(None, match.groups()))
     ):
@@ -71,7 +71,7 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def dtype(text: str) -> str:
-    """A type of argument: the full name of a dtype, which may be given by a short one."""
+    """A type of argument: the full name of a dtype, for which users may write a short name."""
     for name, others in DTYPES.items():
         if text.lower() in (name, *others):
             return name

@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="ragged-attention build-cuda", description=__doc__)
     parser.add_argument(
         "--out", type=Path, metavar="DIR",
-        help="also copy the kernels' library to DIR; wheels contain the one in kernels_cuda/prebuilt",
+        help="also copy the kernels' library to DIR; wheels contain the library in kernels_cuda/prebuilt",
     )  # fmt: skip
     options = parser.parse_args(argv)
     console = Console(soft_wrap=True)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def shown(build: Callable[[Callable[[int, int, str], None]], Result], console: Console) -> Result:
-    """The result of `build`. Its argument is a function that shows a step: in a progress bar, or else as a line."""
+    """The result of `build`, which gets a function to show each step: in a progress bar, or as a line if piped."""
     if not console.is_terminal:
 
         def say(done: int, total: int, text: str) -> None:

@@ -1,7 +1,7 @@
 """The command line: `ragged-attention demo | doctor | explain | view | bench | conformance | build-cuda | warmup`.
 
-Each command is imported when it is called, so that help loads no framework. A user's mistake gives one line of text
-and exit code 2.
+Each command is imported when it is called, so that help loads no framework. For a user's mistake, a command prints one
+line and exits with code 2.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from ragged_attention.tools.samples import (
 OTHER_COMMANDS = {
     "view": ("ragged_attention.tools.view", "show a batch: its pages, the keys of each program, how they fill a GPU"),
     "demo": ("ragged_attention.demo", "serve a dozen prompts with a tiny model and check every token"),
-    "conformance": ("ragged_attention.testing.conformance", "judge a backend by the shipped suite"),
+    "conformance": ("ragged_attention.testing.conformance", "test a backend with the shipped suite"),
     "warmup": ("ragged_attention.tools.warmup", "compile the kernels for this CPU ahead of time"),
     "build-cuda": ("ragged_attention.tools.build_cuda", "build the CUDA kernels for Hopper ahead of time"),
     "bench": ("benchmarks.run", "measure this machine (in a checkout of the repository)"),
@@ -95,7 +95,7 @@ def _run_other(command: str, arguments: Sequence[str]) -> int:
     try:
         main = importlib.import_module(module).main
     except ImportError as error:
-        if command != "conformance":  # whose exit code 1 says that a check failed
+        if command != "conformance":  # its exit code 1 means that a check failed
             raise
         return _fail(f"{type(error).__name__}: {error}", 2)
     return main(arguments) or 0
@@ -119,14 +119,14 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     doctor = commands.add_parser(
         "doctor", prog="ragged-attention doctor", help="show versions, devices, backends and configuration",
-        description="Show versions, devices, backends and configuration, and which backend each operation would have.",
+        description="Show versions, devices, backends and configuration, and which backend each operation would use.",
     )  # fmt: skip
     doctor.set_defaults(run=lambda _: importlib.import_module("ragged_attention.tools.doctor").report(Console()))
     _add_explain(
         commands.add_parser(
             "explain", prog="ragged-attention explain", positional="OPERATION ", help="show which backends take a call",
-            description="Show what each backend says to a representative call of an operation, and which one is chosen."
-            " Nothing is run, so the device of the call need not be here.",
+            description="Show whether each backend takes a representative call of an operation, and which backend is "
+            "chosen. Nothing is run, so this machine need not have the device of the call.",
         )
     )  # fmt: skip
     for name, (_, purpose) in OTHER_COMMANDS.items():
@@ -197,12 +197,12 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 def _framework(request: str | None) -> str:
     """The requested framework, or the first one that is installed."""
-    found = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
-    if request and request not in found:
+    installed = [name for name in FRAMEWORKS if importlib.util.find_spec(name) is not None]
+    if request and request not in installed:
         raise BackendMissing(dispatch.missing_package(request))
-    if not found:
+    if not installed:
         raise BackendMissing(f"neither torch nor jax is installed: {how_to_install('torch')}")
-    return request or found[0]
+    return request or installed[0]
 
 
 def _call_of(parsed: argparse.Namespace) -> Call:
@@ -248,9 +248,9 @@ def _explain(parsed: argparse.Namespace) -> int:
 
 
 def _unanswered(verdicts: Sequence[Answer]) -> str | None:
-    """The first backend that stands before the chosen one and cannot answer, for want of a package; None if all can.
+    """The first backend before the chosen one that cannot answer because a package is missing; None if there is none.
 
-    Whether the package is here says nothing about a machine that has the device.
+    The machine that has the device may have the package. So it is unknown whether that backend would run the call.
     """
     for answer in verdicts:
         if answer.chosen:

@@ -70,7 +70,7 @@ def is_broken(module: ModuleType | Exception) -> bool:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception in one line. Its type comes first, unless the exception is one of ours."""
+    """An exception in one line. Its type comes first, unless it is this package's `Unsupported`."""
     lines = str(error).strip().splitlines() or [""]
     return " ".join(lines) if isinstance(error, Unsupported) else f"{type(error).__name__}: {lines[0]}"
 
@@ -100,11 +100,11 @@ def reports() -> Iterator[tuple[str, str]]:
         package = dispatch.package_of(backend) or ""
         try:
             with dispatch.importing(package):
-                found: Any = importlib.import_module(package)
+                module: Any = importlib.import_module(package)
         except Exception:  # backends() reports the error
             continue
-        if hasattr(found, "report"):
-            yield from found.report()
+        if hasattr(module, "report"):
+            yield from module.report()
 
 
 def pallas(jax: ModuleType | Exception) -> str:
@@ -152,7 +152,7 @@ def _offer(offered: list[str], lacking: list[str]) -> str:
 
 
 def lacking_of(backend: str) -> str | None:
-    """What a backend lacks on this machine, from the `missing` hook of its package, or None."""
+    """What a backend lacks on this machine, according to its package's `missing` hook, or None."""
     package: Any = importlib.import_module(dispatch.package_of(backend) or "")
     return package.missing() if callable(getattr(package, "missing", None)) else None
 

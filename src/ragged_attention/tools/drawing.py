@@ -133,8 +133,8 @@ def _cut(start: int, stop: int, page_size: int, scale: float, gap: float, y: flo
     ]
 
 
-def alike(programs: Iterable[Program]) -> list[list[Program]]:
-    """Groups of programs that visit equal keys for equal tokens, such as those of other heads.
+def groups_of(programs: Iterable[Program]) -> list[list[Program]]:
+    """Groups of programs that visit the same keys for the same tokens, such as the programs of different heads.
 
     The groups are sorted by their tokens and keys.
     """
@@ -167,7 +167,7 @@ def draw_keys(drawing: Drawing, y: float, programs: Sequence[Program], kv_len: i
     scale = WIDTH / max(kv_len, 1)
     drawing.legend(LEFT, y, [("one", "without masks"), ("two", "with masks"), ("faint", "not visited")])
     y += 10
-    shown = evenly(alike(programs), max_rows)
+    shown = evenly(groups_of(programs), max_rows)
     drawing.boxes("faint", [(LEFT, y + 11 * row, kv_len * scale, 9) for row in range(len(shown))])
     for masked, kind in ((False, "one"), (True, "two")):
         visits = [(row, visit) for row, group in enumerate(shown) for visit in group[0].visits]
@@ -188,7 +188,7 @@ Span = tuple[int, int, bool]  # a program on a multiprocessor: start, stop, whet
 
 
 def _joined(spans: Sequence[Span], min_length: float) -> list[Span]:
-    """The spans. One that is shorter than `min_length` is joined with an adjacent span of its kind before it."""
+    """The spans, after each span shorter than `min_length` is joined with an adjacent span of its kind before it."""
     joined: list[Span] = []
     for start, stop, highlighted in spans:
         if joined and joined[-1][1:] == (start, highlighted) and stop - start < min_length:

@@ -5,7 +5,7 @@ from ragged_attention.calls.base import SHARED_MEMORY
 from ragged_attention.tools.arguments import nearest
 
 # GPUs that commands take by name: the architecture, the name that frameworks have for the device, and the number of
-# multiprocessors. The first GPU of an architecture stands for all of them.
+# multiprocessors. The first GPU of an architecture stands for all GPUs of that architecture.
 GPUS = {
     "a100": ("sm_80", "NVIDIA A100", 108),
     "rtx3090": ("sm_86", "NVIDIA GeForce RTX 3090", 82),
@@ -35,11 +35,11 @@ OLD_GPUS = {"t4": "sm_75", "rtx2080ti": "sm_75", "v100": "sm_70", "p100": "sm_60
 VERIFIED = ("NVIDIA H200",)
 NEVER = "not yet verified on hardware"
 STATUS = "What has run on which hardware: docs/status.md"
-ARCHITECTURES = tuple(dict.fromkeys((*(arch for arch, *_ in GPUS.values()), *SHARED_MEMORY)))  # names of other GPUs
+ARCHITECTURES = tuple(dict.fromkeys((*(arch for arch, *_ in GPUS.values()), *SHARED_MEMORY)))  # other names for GPUs
 
 
 def multiprocessors_of(arch: str) -> int:
-    """The number of multiprocessors of one GPU of an architecture; 1 if no such GPU is known."""
+    """The number of multiprocessors of the first known GPU of an architecture; 1 if none is known."""
     return next((count for each, _, count in GPUS.values() if each == arch), 1)
 
 

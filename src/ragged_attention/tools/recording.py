@@ -1,6 +1,6 @@
 """Records the launches of the Triton backend for a call, without running them.
 
-The call's arrays need no values, because launches depend on shapes and dtypes alone.
+The call's arrays need no values, because launches depend only on shapes and dtypes.
 """
 
 import dataclasses
@@ -25,10 +25,10 @@ class Launch:
     num_warps: int
     num_stages: int
     grid: tuple[int, ...] = ()
-    launch_pdl: bool = False  # whether it may start before the previous launch has ended; this does not change its code
+    launch_pdl: bool = False  # whether it may start before the previous launch ends, with the same code
 
     def __post_init__(self) -> None:
-        """Raise TypeError for a field of a record that is passed on as Triton's constant instead of its plain value."""
+        """Raise `TypeError` if an argument is Triton's `constexpr`, as fields of records are, not its plain value."""
         numbers = {"num_warps": self.num_warps, "num_stages": self.num_stages, "grid": self.grid, **self.arguments}
         for name, value in numbers.items():
             for each in value if isinstance(value, tuple) else (value,):
@@ -41,9 +41,9 @@ class Launch:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """The arguments other than arrays, with the plain values of records of constants under their own names.
+        """The arguments other than arrays. A record of constants is replaced by its fields, with plain values.
 
-        A name that stands in several records has its first value.
+        If several records have a field of the same name, the first value counts.
         """
         return dict(reversed(list(_flat(self.arguments))))
 

@@ -21,7 +21,7 @@ from ragged_attention.errors import InvalidInput
 from ragged_attention.tools.gpus import ARCHITECTURES, GPUS, multiprocessors_of, unknown_device, why_too_old
 
 FRAMEWORKS = ("torch", "jax")
-# The formats of rows with scales by name; of those that share a name, the first.
+# The formats of rows with scales by name. If several formats share a name, the first one represents them.
 KV_FORMATS = {name: next(forms) for name, forms in itertools.groupby(SCALED_FORMATS, key=lambda form: form.name)}
 TABLES = {"kv_lens": True, "page_indices": True, "cu_q_lens": True}  # the arguments that define each sequence's keys
 
@@ -38,18 +38,18 @@ BIAS_WIDTH = 256
 
 
 def ranges_of(sample: Any) -> "FakeArray | None":
-    """The ranges of keys of a sample that has any."""
+    """The ranges of keys of a sample, or None if it has none."""
     return FakeArray((sample.num_tokens, sample.key_ranges, 2), "int32") if sample.key_ranges else None
 
 
 def lists_of(sample: Any) -> "FakeArray | None":
-    """The lists of blocks of keys of a sample that has any, a list for each KV head."""
+    """The lists of key blocks of a sample, one list for each KV head, or None if it has no lists."""
     shape = (sample.num_tokens, sample.num_kv_heads, sample.selected)
     return FakeArray(shape, "int32") if sample.selected else None
 
 
 def bias_of(sample: Any) -> "FakeArray | None":
-    """The relative bias of a sample that has one."""
+    """The relative bias of a sample, or None if it has none."""
     return FakeArray((sample.num_q_heads, BIAS_WIDTH), "float32") if sample.relative_bias else None
 
 
@@ -57,8 +57,8 @@ class AnySample:
     """The sizes and options of a representative call.
 
     An operation's record lists its arguments, with the axes and dtypes of most arrays. A sample adds the lengths of
-    the axes (`_axes`) and values of arguments by name: those of `_arguments`, and its fields. True stands for an
-    optional array as the record describes it.
+    the axes (`_axes`), and values of arguments by name: the items of `_arguments` and the sample's fields. The value
+    True stands for an optional array as the record describes it.
     """
 
     dtype: str
@@ -98,14 +98,14 @@ class AnySample:
         return {"T": self.num_tokens, "H": self.num_q_heads, "S": seqs, "S+1": seqs + 1}
 
     def _arguments(self, operation: str) -> dict[str, Any]:
-        """Values of arguments by name. The operation need not take all of them."""
+        """Values of arguments by name. The operation need not take all of these arguments."""
         del operation
         return {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample(AnySample):
-    """A call of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096."""
+    """A call of paged attention; the defaults are an 8B model's decode of 32 sequences of up to 4096 tokens."""
 
     dtype: str = "bfloat16"
     cache_dtype: str | None = None  # None: equal to dtype
@@ -126,9 +126,9 @@ class Sample(AnySample):
     scale: float | None = None  # the scale of a quantised cache, for both K and V
     return_lse: bool = False
     return_max_logits: bool = False
-    draft: int | None = None  # number of a draft mask's columns
-    key_ranges: int | None = None  # ranges of keys of each query
-    selected: int | None = None  # blocks of keys in the list of each query and KV head
+    draft: int | None = None  # number of columns of the draft mask
+    key_ranges: int | None = None  # number of key ranges per query
+    selected: int | None = None  # number of key blocks in the list of each query and KV head
     block_size: int | None = None
     max_q_len: int | None = None
 
@@ -177,7 +177,7 @@ class Sample(AnySample):
         shape = (self.num_kv_heads, self.num_pages, self.page_size)
         scale = 1.0 if self.scale is None and scales is None and self.stored == INT8 else self.scale
         heads_first: Any = FakeArray((*shape, self.head_dim), self.stored)
-        if self.stored in QUANTIZED:  # with scales
+        if self.stored in QUANTIZED:  # then they have scales
             heads_first = (heads_first, FakeArray((*shape, 1), "float32"))
         return {
             "k": FakeArray((self.num_tokens, self.num_kv_heads, self.head_dim), self.dtype),
@@ -207,7 +207,7 @@ class Sample(AnySample):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSample(AnySample):
-    """A call of latent attention; the defaults are DeepSeek-V3.2's sparse decode of 32 sequences of up to 4096."""
+    """A call of latent attention; by default, DeepSeek-V3.2's sparse decode of 32 sequences of up to 4096 tokens."""
 
     dtype: str = "bfloat16"
     cache_format: str = "fp8_v32"
@@ -221,7 +221,7 @@ class LatentSample(AnySample):
     max_len: int = 4096
     causal: bool = False
     topk: int = 2048  # 0: dense
-    extra_topk: int = 0  # number of keys selected from a second cache with equal lengths
+    extra_topk: int = 0  # number of keys selected from a second cache with the same lengths
     extra_page_size: int = 64
     extra_format: str | None = None  # None: equal to cache_format
     cache_layout: str | None = None
@@ -229,9 +229,9 @@ class LatentSample(AnySample):
     sliding_window: int | None = None
     soft_cap: float | None = None
     sinks: bool = False
-    rotary: int = 64  # rotary columns of a table
+    rotary: int = 64  # columns of the rotary table
     rope_scale: float | None = None  # the scale of the rotary columns of a plain cache
-    key_ranges: int | None = None  # ranges of keys of each query
+    key_ranges: int | None = None  # number of key ranges per query
     return_max_logits: bool = False
 
     @property
@@ -262,7 +262,7 @@ class LatentSample(AnySample):
         return self._cache(self.page_size)
 
     def _kv(self, operation: str) -> FakeArray:
-        """The argument `kv`: the rows that a prefill reads, or rows of the queries' dtype."""
+        """The argument `kv`: the rows that a prefill reads, or plain rows of the sample's dtype."""
         if operation == "sparse_mla_prefill":
             return self._rows()
         written = operation in ("write_mla_cache", "latent_norm_rope_write")
@@ -286,7 +286,7 @@ class LatentSample(AnySample):
             "kv_scale": 1.0 if self.stored == INT8 else None,
         }  # fmt: skip
         if operation == "attention_target":
-            count = math.prod(self._rows().shape[:2])  # of pages and positions, or of rows with one KV head
+            count = math.prod(self._rows().shape[:2])  # pages * positions, or rows * one KV head
             arguments |= {"keys": FakeArray((count, self.width), self.dtype)}
             if not self.topk:
                 arguments |= {"starts": True, "stops": True}
@@ -305,7 +305,7 @@ class LatentSample(AnySample):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarlenSample(AnySample):
-    """A call of attention without a cache; the defaults are a training step of an 8B model on 4 sequences of 4096."""
+    """A call of attention without a cache; by default, an 8B model's training step on 4 sequences of 4096 tokens."""
 
     dtype: str = "bfloat16"
     num_q_heads: int = 32
@@ -319,10 +319,10 @@ class VarlenSample(AnySample):
     soft_cap: float | None = None
     sinks: bool = False
     alibi_slopes: bool = False
-    relative_bias: bool = False  # a gradient's call then asks for its gradient
+    relative_bias: bool = False  # if True, a call of the gradient requests `d_relative_bias`
     own_tables: bool = False  # whether each query has its own table of the relative bias
-    key_ranges: int | None = None  # ranges of keys of each query; `causal` must be False
-    selected: int | None = None  # blocks of keys in the list of each query and KV head
+    key_ranges: int | None = None  # number of key ranges per query; `causal` must be False
+    selected: int | None = None  # number of key blocks in the list of each query and KV head
     block_size: int | None = None
     d_lse: bool = False  # whether the gradient of lse is given
     return_max_logits: bool = False
@@ -351,7 +351,7 @@ class VarlenSample(AnySample):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexerSample(AnySample):
-    """A call of the lightning indexer; the defaults are DeepSeek-V3.2's decode of 32 sequences of up to 4096."""
+    """A call of the lightning indexer; the defaults are DeepSeek-V3.2's decode of 32 sequences of up to 4096 tokens."""
 
     dtype: str = "float8_e4m3fn"
     cache_dtype: str = "uint8"  # uint8: pages of bytes; else the dtype of plain pages
@@ -361,8 +361,8 @@ class IndexerSample(AnySample):
     num_tokens: int = 32
     max_num_seqs: int = 32
     max_len: int = 4096  # tokens
-    packed: bool = False  # all keys in one array, with a range for each query
-    listed: bool = False  # all keys in one array, with a list of `top_k` of them for each query
+    packed: bool = False  # whether all keys are in one array, with a range for each query
+    listed: bool = False  # whether all keys are in one array, with a list of `top_k` keys for each query
     ratio: int = 1
     top_k: int = 2048
     candidate_blocks: int = 0  # number of blocks in each query's list; 0: no lists
@@ -407,7 +407,7 @@ class IndexerSample(AnySample):
             arguments |= {"starts": True, "stops": True}
         else:
             arguments |= TABLES
-        if gradient:  # 8-bit queries and keys have none
+        if gradient:  # 8-bit queries and keys have no gradient
             dtype = "bfloat16" if is_8_bit else self.dtype
             shape = (self.num_tokens, self.num_q_heads, self.head_dim)
             return arguments | {"q": FakeArray(shape, dtype), "keys": FakeArray((self.num_keys, self.head_dim), dtype)}
@@ -419,7 +419,7 @@ class IndexerSample(AnySample):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlocksSample(IndexerSample):
-    """A call of block selection; the defaults are MiniMax M3's decode of 32 sequences of up to 4096."""
+    """A call of block selection; the defaults are MiniMax M3's decode of 32 sequences of up to 4096 tokens."""
 
     dtype: str = "bfloat16"
     cache_dtype: str = "bfloat16"
@@ -446,7 +446,7 @@ class BlocksSample(IndexerSample):
 
 
 KINDS = (Sample, LatentSample, VarlenSample, IndexerSample, BlocksSample)
-# By the modules of records; all others are of latents.
+# The kind of sample for each module of records. All other modules of records need a LatentSample.
 MODULES = {
     "paged": Sample,
     "kv_rows": Sample,
@@ -459,7 +459,7 @@ MODULES = {
 
 
 def sample_of(operation: str, **options: Any) -> Sample | LatentSample | VarlenSample | IndexerSample:
-    """A representative sample for an operation, changed by `options`, which are fields of it."""
+    """A representative sample for an operation. The `options` are values of its fields that replace the defaults."""
     module = CALLS.get(operation, Call).__module__.rpartition(".")[2]
     kind = MODULES.get(module, LatentSample)
     known = [field.name for field in dataclasses.fields(kind)]
@@ -484,7 +484,7 @@ def device_of(framework: str, name: str | None = None) -> Device:
             num_multiprocessors=count or multiprocessors_of(arch), shared_memory=shared_memory_of(arch),
         )  # fmt: skip
     if is_elsewhere(name):
-        facts: dict[str, Any] = {}  # no kernel that is called from torch asks for them
+        facts: dict[str, Any] = {}  # no kernel that is called from torch needs them
         if framework == "jax" and importlib.util.find_spec("jax") is not None:
             facts = importlib.import_module("ragged_attention.jax._launcher").tpu_facts()
         return Device(framework=framework, platform="tpu", **facts)
@@ -492,7 +492,7 @@ def device_of(framework: str, name: str | None = None) -> Device:
 
 
 def is_elsewhere(name: str | None) -> TypeGuard[str]:
-    """Whether a name stands for a device that need not be here: "tpu", or a GPU's name or architecture."""
+    """Whether a name stands for a device that this machine need not have: "tpu", or a GPU's name or architecture."""
     return name is not None and name.lower() in (*GPUS, *ARCHITECTURES, "tpu")
 
 
@@ -512,5 +512,5 @@ def _device_here(framework: str, name: str | None) -> Device:
         return launcher.device_facts(torch.device(where))
     except (RuntimeError, AssertionError) as error:
         reason = str(error).strip().splitlines()[0]
-        why = "" if re.search("device string", reason) else f" ({reason})"  # a word that is no device at all
+        why = "" if re.search("device string", reason) else f" ({reason})"  # the name is not a device string
         raise InvalidInput(unknown_device("a torch device of this machine or", f"{name!r}{why}")) from None

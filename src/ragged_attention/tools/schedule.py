@@ -33,21 +33,21 @@ class Visit:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Program:
-    """A program that has work. Each KV head has an equal one."""
+    """A program that has work. Each KV head has an equal program."""
 
-    index: int  # along the grid's first axis
+    index: int  # its index on the grid's first axis
     seq: int
     tokens: tuple[int, int]  # its first and last query, as indices into the new tokens of the sequence
     visits: tuple[Visit, ...]
 
     @property
     def keys(self) -> int:
-        """The number of keys that it visits, including masked keys. The time of a program is proportional to it."""
+        """The number of visited keys, including masked keys. The program's time is proportional to this number."""
         return sum(visit.stop - visit.start for visit in self.visits)
 
     @property
     def span(self) -> tuple[int, int]:
-        """The range of keys from its first to its last block; (0, 0) if it visits none."""
+        """The range of keys from its first to its last block; (0, 0) if the program visits no keys."""
         starts, stops = [visit.start for visit in self.visits], [visit.stop for visit in self.visits]
         return min(starts, default=0), max(stops, default=0)
 
@@ -76,7 +76,7 @@ class Launch:
 
 
 class Unknown:
-    """A value that is not computed, such as a query or a product. Any computation with it returns it."""
+    """A value that is not computed, such as a query or a product. Any computation with it is also unknown."""
 
     def __getattr__(self, name: str) -> "Unknown":
         return self
@@ -94,20 +94,20 @@ class Unknown:
     __mod__ = __floordiv__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __rand__ = _same
     __eq__ = __ne__ = _same  # type: ignore[assignment]
     __hash__ = None  # type: ignore[assignment]
-    __array_ufunc__ = None  # NumPy then leaves operations with it to this class
+    __array_ufunc__ = None  # so that NumPy leaves operations with an Unknown to this class
 
 
 UNKNOWN = Unknown()
 
 
 class Numbers(np.ndarray):
-    """One or more of a kernel's integers, with the method `to` that Triton's have."""
+    """One or more of a kernel's integers, with the method `to` that Triton's integers have."""
 
     def to(self, dtype: Any) -> "Numbers":
         return self
 
     def _never_in_place(self, other: Any) -> Any:
-        """Makes `+=` and its kind bind a new value, as Triton does, where an array would change for all its names."""
+        """Makes `+=` and similar operators bind a new value, as in Triton. NumPy would change the array itself."""
         return NotImplemented
 
     __iadd__ = __isub__ = __imul__ = __ifloordiv__ = __imod__ = __iand__ = __ior__ = _never_in_place  # type: ignore[assignment]
@@ -274,7 +274,7 @@ class Simulation:
         return state
 
     def _attend_list(self, queries, state, cache, keys_of_list, seen_by_row, factors, row_format, loop):
-        """Replaces the loop of `_latent`. Keys are positions in a list; a second list starts at 0 again."""
+        """Replaces the loop of `_latent`. Keys are positions in a list; a second list begins at position 0 too."""
         block, begin, end = loop.BLOCK_KV, int(keys_of_list.begin), int(keys_of_list.end)
         self._note(begin * block, end - begin, block, True)
         if not self.work:
@@ -310,7 +310,7 @@ def simulated(launch: recording.Launch) -> Launch:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Turn:
-    """A program on a multiprocessor. Its start and stop are measured in keys since the start of the kernel."""
+    """The run of a program on a multiprocessor (`lane`). Start and stop count keys since the start of the kernel."""
 
     lane: int
     start: int

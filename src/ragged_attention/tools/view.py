@@ -105,7 +105,7 @@ class Batch:
         return self.sample.call(self.operation, self.device, **self.arrays(), **scheduled)
 
     def schedule(self) -> Any:
-        """The schedule that the reference of `make_decode_schedule` gives."""
+        """The schedule that the reference implementation of `make_decode_schedule` returns."""
         sample: Any = self.sample
         rows = sample.num_q_heads if sample.topk else sample.num_q_tokens * sample.num_q_heads // sample.num_kv_heads
         side_by_side = sample.num_q_tokens if sample.topk else sample.num_kv_heads
@@ -125,7 +125,7 @@ class Batch:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Show the batch that the arguments describe, and draw it if they name a file."""
+    """Show the batch that the arguments describe. With --svg, also draw it to a file."""
     parsed = _parser().parse_args(argv)
     console = Console()
     if parsed.q_lens is None and parsed.kv_lens is None:
@@ -166,7 +166,10 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(GPUS)}, an architecture such as sm_89, or a device of this machine, such as cpu "
         f"(default: this machine's GPU or else {DEFAULT_GPU})",
     )  # fmt: skip
-    add("--sequence", type=at_least(0), metavar="N", help="the sequence whose keys are shown (default: that with most)")
+    add(
+        "--sequence", type=at_least(0), metavar="N",
+        help="the sequence whose keys are shown (default: the one with the most keys)",
+    )  # fmt: skip
     add("--svg", type=Path, metavar="FILE", help="also draw the batch, as an SVG picture")
     add = parser.add_argument_group("for paged attention").add_argument
     add("--head-dim", type=at_least(1), metavar="N", help=f"default: {Sample.head_dim}")
@@ -329,7 +332,7 @@ def show_keys(console: Console, batch: Batch, launches: Sequence[Launch], seq: i
     program, tokens, bars = (Column(name, no_wrap=True) for name in ("program", "tokens", f"keys 0 - {keys - 1}"))
     table = Table(program, tokens, "blocks of keys", bars, title=title, title_justify="left")
     kernel = {program: launch.kernel for launch, program in programs}
-    groups = drawing.alike(program for _, program in programs)
+    groups = drawing.groups_of(program for _, program in programs)
     for group in drawing.evenly(groups, MAX_ROWS):
         visits = sorted(group[0].visits, key=lambda visit: visit.start)
         blocks = ", ".join(f"{shade(visit)} {visit.start} - {visit.stop} by {visit.block}" for visit in visits)

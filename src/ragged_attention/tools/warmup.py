@@ -37,15 +37,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"expected OPERATION to be one of {', '.join(CALLS)}, got {name!r}{nearest(name, CALLS)}"
             )
     kernels = _kernels(operations)
-    compiled, found = shown(lambda report: _compile(kernels, report), Console(stderr=True, soft_wrap=True))
-    for what, names in (("compiled", compiled), ("already compiled", found)):
+    compiled, cached = shown(lambda report: _compile(kernels, report), Console(stderr=True, soft_wrap=True))
+    for what, names in (("compiled", compiled), ("already compiled", cached)):
         if names:
             Console(soft_wrap=True).print(f"{what}: {', '.join(names)}", highlight=False)
     return 0
 
 
 def _compile(kernels: Sequence[Any], report: Callable[[int, int, str], None]) -> tuple[list[str], list[str]]:
-    """Compile what is not on disk. Returns the names of the kernels that were compiled, and of all others."""
+    """Compile the kernels that are not on disk. Returns their names, and those of the kernels that are on disk."""
     names: tuple[list[str], list[str]] = ([], [])
     with _heeded_interrupts() as stop_if_interrupted:
         for done, kernel in enumerate(kernels):
@@ -60,8 +60,8 @@ def _compile(kernels: Sequence[Any], report: Callable[[int, int, str], None]) ->
 def _heeded_interrupts() -> Iterator[Callable[[], None]]:
     """A context for calls of a compiler. It yields a function that raises `KeyboardInterrupt` if Ctrl-C had no effect.
 
-    The compiler calls back from C, and Python ignores an exception that is raised there, even that of Ctrl-C. So
-    Ctrl-C is repeated soon after it was ignored.
+    The compiler calls Python from C. Python ignores an exception that is raised in such a call, even the exception of
+    Ctrl-C. So Ctrl-C is repeated soon after it was ignored.
     """
     repeats: list[threading.Timer] = []
     before = sys.unraisablehook

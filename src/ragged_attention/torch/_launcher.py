@@ -24,7 +24,7 @@ DTYPES: dict[str, torch.dtype] = {
     )
 }  # fmt: skip
 
-# Formats may also have scales of 8 bits.
+# Caches do not store values in E8M0, but some formats have scales of this 8-bit dtype.
 FLOAT8_DTYPES = tuple(getattr(torch, name) for name in (*FLOAT8, E8M0))
 
 
@@ -60,7 +60,7 @@ def to_numpy(tensor: torch.Tensor) -> np.ndarray:
 
 
 def indices_to_numpy(tensor: torch.Tensor) -> Any:
-    """An index array in NumPy, any other tensor unchanged, for checks of values, which read index arrays only."""
+    """An index array in NumPy, any other tensor unchanged: checks of values read only index arrays."""
     return to_numpy(tensor) if tensor.dtype in (torch.int32, torch.int64) else tensor
 
 
@@ -75,7 +75,7 @@ def on(device: torch.device, *, interpreted: bool = True) -> contextlib.Abstract
 
 
 class Launcher:
-    """Runs kernels for calls on torch tensors, on the current stream; `protocols.Launcher` describes the methods.
+    """Runs kernels on torch tensors, on the current stream; `protocols.Launcher` describes the methods.
 
     `out` is the caller's memory for the result that a backend names "out", or None.
     """
@@ -126,7 +126,7 @@ class Launcher:
         return results
 
     def _enqueue(self, function: Any, record: Any, arrays: Mapping[str, torch.Tensor]) -> int:
-        """Call a compiled function with a record of these arrays; returns its error code."""
+        """The error code of a compiled function, called with a record of these arrays."""
         device = next(iter(arrays.values())).device
         for name, tensor in arrays.items():
             setattr(record, name, tensor.data_ptr())

@@ -1,8 +1,8 @@
 """The operators `torch.ops.ragged_attention.*`, derived from the records, and the front end that calls them.
 
-A public function passes each argument by name, so that Dynamo of every torch, type checkers and readers can follow it.
-The record converts the arguments to the operator's. Checks, selection of a backend and launches happen inside the
-operator, where `torch.compile` does not look.
+A public function passes each argument by name, so that Dynamo in every version of torch, type checkers and readers can
+follow it. The record converts its arguments to the operator's. Checks, selection of a backend and launches happen
+inside the operator, where `torch.compile` does not look.
 """
 
 import contextlib
@@ -75,10 +75,10 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         self, record: type[Call], prepared: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
-        """Run an operator on the record's arguments. With `out`, it is written and returned as the first result."""
+        """Run an operator on the record's arguments. If `out` is given, the first result is written to it."""
         compiling = torch.compiler.is_compiling()
         direct = not compiling and _needs_no_dispatcher(record, prepared, out)
-        if direct:  # plans know arguments by their order
+        if direct:  # plans expect the arguments in the order of KINDS
             flat, operator = [], functools.partial(_run, record, {name: prepared[name] for name in record.KINDS})
         else:
             flat, operator = record.flatten(prepared), getattr(torch.ops.ragged_attention, record.OPERATION)
@@ -90,18 +90,18 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         try:
             if direct or compiling or _may_differentiate(flat if out is None else [*flat, out]):
                 return operator(*flat, _names(backend), encode_options(options))
-            with torch._C._AutoDispatchBelowAutograd():  # without autograd, there is one dispatch less
+            with torch._C._AutoDispatchBelowAutograd():  # skipping autograd saves one dispatch
                 return operator(*flat, _names(backend), encode_options(options))
         except (RuntimeError, TypeError):
             if (error := _plan.fault(record, prepared, out)) is not None:
-                raise error from None  # unlike torch's error about the schema, it names our argument
+                raise error from None  # it names our argument, while torch's error is about the schema
             raise
 
     def run_with_write(
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Write `new_kv` in place by another operation, then run the attention without it.
+        """Write `new_kv` in place with another operation, then run the attention without `new_kv`.
 
         A call that will be refused writes nothing. Under `torch.compile`, the operators' fake kernels make all checks
         except the backend's before anything runs.
@@ -133,10 +133,10 @@ FRONT_END = TorchFrontEnd()
 
 
 def _needs_no_dispatcher(record: type[Call], arguments: Mapping[str, Any], out: torch.Tensor | None) -> bool:
-    """Whether torch's dispatcher would do nothing but call the operator's body; a call takes 15 us less without it.
+    """Whether a call may skip torch's dispatcher, which would only call the operator's body. Skipping it saves 15 us.
 
-    It is so if no mode, transformation, trace or profiler is active, if all tensors are in memory, need no gradient and
-    have no pending negation, and if an operator would take all other arguments as they are.
+    That is the case if no mode, transformation, trace or profiler is active, if all tensors are in memory, need no
+    gradient and have no pending negation, and if an operator would accept all other arguments unchanged.
     """
     if (
         torch._C._len_torch_dispatch_stack()
@@ -178,7 +178,9 @@ def _refuse_tangents(operation: str, flat: Sequence[Any]) -> None:
     """Raise for forward-mode differentiation, in which torch would treat the result's tangent as zero."""
     for value in flat:
         if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-            raise RuntimeError(f"{operation} has no forward-mode derivative (jvp); use reverse mode where it has that")
+            raise RuntimeError(
+                f"{operation} has no forward-mode derivative (jvp); use reverse mode if it has a gradient"
+            )
 
 
 def _names(backend: Any) -> str | None:
@@ -307,7 +309,8 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
     """The backward function and the function that saves tensors for it, for `torch.library.register_autograd`.
 
     The gradient is the operation `<operation>_backward`, which takes the forward arguments by name. The results in
-    RESULT_GRADIENTS have gradients, others are constants. The requests in force during the forward select its backend.
+    RESULT_GRADIENTS have gradients, and all others are constants. The configuration during the forward pass selects the
+    backend of the gradient.
     """
     gradient = CALLS[f"{record.OPERATION}_backward"]
 
@@ -325,9 +328,9 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
         ctx.others = [None if isinstance(value, torch.Tensor) else value for value in inputs]
         ctx.request = _request(gradient.OPERATION, inputs[-2])
 
-    def differentiate(ctx: Any, *towards: torch.Tensor | None) -> tuple[Any, ...]:
+    def differentiate(ctx: Any, *cotangents: torch.Tensor | None) -> tuple[Any, ...]:
         inputs = list(ctx.others)
-        if all(each is None for each in towards):
+        if all(cotangent is None for cotangent in cotangents):
             return (None,) * len(inputs)
         tensors = ctx.saved_tensors
         for index, tensor in zip(ctx.indices, tensors, strict=False):
@@ -335,8 +338,8 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
         arguments = record.unflatten(inputs[:-2])
         record.expect_gradient(arguments)
         arguments |= zip(record.SAVED_RESULTS, tensors[len(ctx.indices) :], strict=True)
-        arguments |= {name: towards[index] for name, index in record.RESULT_GRADIENTS.items()}
-        if towards[0] is None:  # then another result has a gradient, and the first one is saved
+        arguments |= {name: cotangents[index] for name, index in record.RESULT_GRADIENTS.items()}
+        if cotangents[0] is None:  # the first result is unused, and it is the first of the saved results
             arguments[next(iter(record.RESULT_GRADIENTS))] = torch.zeros_like(tensors[len(ctx.indices)])
         differentiated = [name for name in record.DIFFERENTIABLE if ctx.needs_input_grad[record.RANGES[name][0]]]
         arguments |= record.requests_of_gradients(differentiated)
@@ -351,9 +354,9 @@ def _gradient(record: type[Call]) -> tuple[Callable[..., Any], Callable[..., Non
 
 
 def _request(operation: str, backend: str | None) -> tuple[str | None, str | None]:
-    """The backend and options for the gradient of a call, which are read during the forward pass.
+    """The backend and options for a call's gradient. They are read in the forward pass, in which `use_backend` counts.
 
-    Autograd's threads are outside any `with use_backend(...)`. A compiled function reads them when it runs.
+    Autograd's threads are outside any `with use_backend(...)`. A compiled function reads the options when it runs.
     """
     names = dispatch.backends_offering(operation, backend)
     if torch.compiler.is_compiling():

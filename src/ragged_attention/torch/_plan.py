@@ -1,4 +1,8 @@
-"""Runs an operator's call by the plan of an earlier similar call; a new plan checks the call and selects a backend."""
+"""Runs an operator's call by the plan of an earlier, similar call. Making a plan checks the call and selects a backend.
+
+A plan holds for all calls with equal *static facts*: the shapes, strides, dtypes and devices of tensors, all other
+arguments, the requests and the configuration.
+"""
 
 import ast
 import contextlib
@@ -26,12 +30,12 @@ def _static(value: Any, tensors: list[torch.Tensor]) -> Any:
         return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, tuple):
         return tuple([_static(item, tensors) for item in value])
-    return repr(value) if type(value) is float and not value else value  # tells -0.0 from 0.0
+    return repr(value) if type(value) is float and not value else value  # distinguishes -0.0 from 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """The backend for calls with equal static facts, and recordings of its launches by facts about their tensors."""
+    """The backend for calls with equal static facts, and its recorded launches by facts such as alignments."""
 
     device: Device
     choice: dispatch.Choice
@@ -39,7 +43,7 @@ class Plan:
     result: Result | None  # the first result, if the operation takes `out`
     extents: tuple[int, ...]  # the bytes that each tensor spans
     written: tuple[tuple[str, int], ...]  # the written tensors' names and their indices among the call's tensors
-    # The addresses, relative to the first one, at which the written tensors are known to share no byte.
+    # The addresses, relative to the first written tensor, at which the written tensors are known to share no byte.
     distinct: set[tuple[int, ...]] = dataclasses.field(default_factory=set)
     recordings: dict[tuple[int, ...], Recording | None] = dataclasses.field(default_factory=dict)
 
@@ -60,7 +64,7 @@ def execute(
 ) -> Any:  # fmt: skip
     """Run a call on the backend of its plan.
 
-    Kernels write the first result to `out` if it suits them; otherwise the caller copies the result there.
+    Kernels write the first result to `out` if its layout suits them. Otherwise the caller copies the result there.
     """
     plan, tensors = _plan(record, arguments, backend, options)
     addresses = [tensor.data_ptr() for tensor in tensors]
@@ -117,14 +121,14 @@ def meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """A tuple as it is, anything else as the only item of one."""
+    """A tuple unchanged; any other value as the only item of a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def _expect_memory(
     arguments: Mapping[str, Any], tensors: Sequence[torch.Tensor], addresses: Sequence[int], extents: Sequence[int]
 ) -> None:
-    """Raise unless each tensor's storage holds all of it; a storage that was resized to 0 does not."""
+    """Raise unless each tensor lies within its storage. A storage that was resized to 0 contains no tensor."""
     for tensor, address, extent in zip(tensors, addresses, extents, strict=True):
         storage = tensor.untyped_storage()
         if extent and not address + extent <= storage.data_ptr() + storage.nbytes():
@@ -133,7 +137,7 @@ def _expect_memory(
 
 
 def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
-    """The names of the written tensors, such as `kv_pages[0]` of a pair, and their indices among all tensors."""
+    """The names of the written tensors, such as `kv_pages[0]` in a pair, and their indices among all tensors."""
     written, count = [], 0
     for name, value in arguments.items():
         tensors = [each for each in as_tuple(value) if isinstance(each, torch.Tensor)]
@@ -145,9 +149,9 @@ def _written(record: type[Call], arguments: Mapping[str, Any]) -> tuple[tuple[st
 
 
 def _expect_distinct(plan: Plan, tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> None:
-    """Raise if two written tensors share a byte. Views that interleave share none.
+    """Raise if two written tensors share a byte. Interleaved views share none.
 
-    Shapes and strides belong to the plan, so that a result holds for all calls with equal relative addresses.
+    The plan fixes shapes and strides, so a check is valid for all calls with equal relative addresses.
     """
     first = addresses[plan.written[0][1]]
     relative = tuple([addresses[index] - first for _, index in plan.written])
@@ -166,7 +170,7 @@ def _expect_apart(name: str, tensor: torch.Tensor, other: str, another: torch.Te
 
 
 class _Place:
-    """A tensor's place in memory, as NumPy describes one. Nothing reads that memory, which may be a device's."""
+    """A tensor's place in memory, in NumPy's array interface. Nothing reads that memory, which may be a device's."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -182,8 +186,8 @@ class _Place:
 def share_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors share a byte.
 
-    NumPy decides exactly, and within microseconds for the layouts of caches. In general the problem is hard: tensors
-    count as distinct if its search finds nothing among `_MAX_CANDIDATES` candidates.
+    NumPy's answer is exact, and takes microseconds for the layouts of caches. For other layouts its search can be long,
+    so tensors count as distinct if it finds no shared byte among `_MAX_CANDIDATES` candidates.
     """
     if not tensor.numel() or not other.numel():
         return False
@@ -207,7 +211,7 @@ def _recording(
 
 
 def _stop_replaying(error: Exception) -> None:
-    """Stop replaying: a launch through Triton worked after a replay failed, so Triton's internals have changed."""
+    """Stop replaying and warn. A launch through Triton worked after a replay failed, so Triton's internals changed."""
     RECORDED.discard("triton")
     text = "kernels are launched through Triton from now on, since replaying launches failed"
     warnings.warn(f"{text}: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
@@ -228,7 +232,7 @@ def _plan(
         plan = _plans.get(key)
     except (RuntimeError, TypeError):
         if (error := fault(record, arguments)) is not None:
-            raise error from None  # an invalid argument, which has no strides or is not hashable
+            raise error from None  # an argument is invalid: it has no strides or is not hashable
         raise
     if plan is None or plan.choice.module is not dispatch.load(record.OPERATION, plan.choice.backend):
         call = checked(record, arguments)
@@ -248,7 +252,7 @@ def expect_runnable(
 ) -> bool:
     """Raise the errors that an operator's call raises before any launch.
 
-    Returns whether a write of `new_kv` before the call may change another of its arguments.
+    Returns whether a write of `new_kv` before the call may change another argument of the call.
     """
     plan, tensors = _plan(record, arguments, backend, options)
     if out is not None:
@@ -274,7 +278,7 @@ def have_addresses(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def checked(record: type[Call], arguments: Mapping[str, Any]) -> Any:
-    """The call's record, checked without reading an array; for fake tensors too."""
+    """The call's record, checked without reading an array. The tensors may be fake."""
     if (error := fault_of_layout(arguments)) is not None:
         raise error
     first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
@@ -326,7 +330,7 @@ def _check_tensors(call: Call, device: torch.device) -> None:
 
 
 def expect_memory(name: str, tensor: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-    """Raise unless each element of a written tensor has its own address and holds its value, not the negated one."""
+    """Raise unless each element of a written tensor has its own address, where its value is stored without negation."""
     if isinstance(tensor, tuple):
         for item in tensor:
             expect_memory(name, item)

@@ -1,10 +1,10 @@
 """Records the launches of a call once, and replays them on the tensors of later calls with equal static facts.
 
-The launches of a backend depend on static facts alone. To record them, the backend runs on stand-ins for tensors, and
-a `LaunchRecording` keeps its launches. A later call with equal facts replays the recording on its own tensors. After
-the first launch of a kernel through Triton, a replay enqueues the compiled kernel directly. This saves Triton's
-inspection of the arguments. A `NativeRecording` keeps calls of functions that are compiled for CPUs, with the records
-of their arguments, in which only the addresses of arrays are missing.
+The launches of a backend depend only on static facts, which `_plan.py` describes. To record them, the backend runs on
+stand-ins for tensors, and a `LaunchRecording` keeps its launches. A later call with equal facts replays the recording
+on its own tensors. After the first launch of a kernel through Triton, a replay enqueues the compiled kernel directly.
+This saves Triton's inspection of the arguments. A `NativeRecording` keeps calls of functions that are compiled for
+CPUs. It stores the record of each call's arguments without the addresses of arrays.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from ragged_attention.torch._launcher import DTYPES, Launcher, on, to_bits
 
 
 class Unrecorded(Exception):
-    """Raised when a backend requests something that a recording cannot hold."""
+    """Raised when a backend requests something that a replay could not repeat."""
 
 
 class StandIn:
-    """Replaces a tensor while launches are recorded. The backend sees its shape and dtype only."""
+    """Replaces a tensor while launches are recorded. The backend sees only its shape and dtype."""
 
     def __init__(self, index: int, tensor: torch.Tensor) -> None:
         self.index, self.tensor = index, tensor
@@ -42,14 +42,14 @@ class Compiled:
     function: Any
     metadata: Any
     grid: tuple[int, ...]
-    rest: tuple[Any, ...]  # the arguments after the operands
+    constants: tuple[Any, ...]  # the arguments after the operands
 
     def __call__(self, operands: Sequence[int], stream: Any, hooks: tuple[Any, Any]) -> None:
         """Enqueue the kernel as `kernel[grid](...)` does after compilation. `operands` are addresses."""
         launch_metadata = (
-            None if hooks is NO_HOOKS else self.kernel.launch_metadata(self.grid, stream, *operands, *self.rest)
+            None if hooks is NO_HOOKS else self.kernel.launch_metadata(self.grid, stream, *operands, *self.constants)
         )
-        self.run(*self.grid, stream, self.function, self.metadata, launch_metadata, *hooks, *operands, *self.rest)
+        self.run(*self.grid, stream, self.function, self.metadata, launch_metadata, *hooks, *operands, *self.constants)
 
 
 NO_HOOKS = (None, None)
@@ -61,7 +61,7 @@ def _triton() -> Any:
 
 
 def _is_jitted(kernel: Any) -> bool:
-    """Whether Triton compiles the kernel, and neither interprets nor autotunes it."""
+    """Whether Triton compiles the kernel and does not interpret or autotune it."""
     return "triton" in sys.modules and type(kernel) is _triton().JITFunction
 
 
@@ -82,7 +82,7 @@ def _hooks() -> tuple[Any, Any]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """One launch. Its operands are given by their indices in the recording, the other arguments by their values."""
+    """One launch: its operands as indices of tensors in the recording, and its other arguments as values."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -91,14 +91,14 @@ class Step:
     compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # by Triton's current device
 
     def through_triton(self, tensors: Sequence[torch.Tensor], device: Any) -> None:
-        """Launch through Triton, and keep the compiled kernel for later calls on `device` unless it is None."""
+        """Launch through Triton, and keep the compiled kernel for later calls on `device`, unless that is None."""
         kernel = self.kernel[self.grid](*(to_bits(tensors[index]) for index in self.indices), **self.arguments)
         # A kernel with `launch_metadata` reports its arguments to tools at each launch, so it is not kept.
         if device is not None and type(kernel) is _triton().compiler.CompiledKernel and not self.kernel.launch_metadata:
-            rest = tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :])
+            constants = tuple(self.arguments.get(p.name, p.default) for p in self.kernel.params[len(self.indices) :])
             self.compiled[device] = Compiled(
                 kernel=kernel, run=kernel.run, function=kernel.function, metadata=kernel.packed_metadata,
-                grid=(*self.grid, 1, 1)[:3], rest=rest,
+                grid=(*self.grid, 1, 1)[:3], constants=constants,
             )  # fmt: skip
 
 
@@ -134,7 +134,7 @@ class LaunchRecording:
         whole = [index for index in range(len(requests)) if inputs + index in _flat(results) or not self.jitted]
         self.allocations = [requests[index] for index in whole]
         self.new: list[New] = []
-        end = 0  # of one allocation for all tensors that are not results
+        end = 0  # of the allocation that all tensors except results share
         for index, (shape, dtype) in enumerate(requests):
             if index in whole:
                 self.new.append(New(shape, dtype, whole.index(index)))
@@ -197,7 +197,7 @@ class NativeStep:
 class NativeRecording:
     """The calls of compiled functions by a backend for all calls with equal static facts and `native_facts`.
 
-    Tensors have indices as in a `LaunchRecording`. A replay raises what the backend would raise.
+    Tensors have indices as in a `LaunchRecording`. A replay raises the same errors as the backend.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class NativeRecording:
         self.out = next((index - inputs for index in _flat(results)), -1)  # the first result's request
 
     def replay(self, tensors: Sequence[torch.Tensor], addresses: Sequence[int], out: torch.Tensor | None = None) -> Any:
-        """Call every function on the tensors of a call, and return the results. `out` is memory for the first one."""
+        """Call every function on a call's tensors, and return the results. `out` is memory for the first result."""
         device = tensors[0].device
         made = [torch.empty(shape, dtype=dtype, device=device) if out is None or index != self.out else out
                 for index, (shape, dtype) in enumerate(self.requests)]  # fmt: skip
@@ -241,7 +241,7 @@ WORD = 4  # bytes
 def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tuple[int, ...]:
     """The facts about tensors in memory on which the launches of a call depend.
 
-    They are the alignment of each address, which Triton and `words` look at, and on AMD whether 32-bit offsets reach
+    They are the alignment of each address, on which Triton and `words` depend, and on AMD whether 32-bit offsets reach
     the whole storage.
     """
     facts = tuple(address % ALIGNMENT for address in addresses)
@@ -251,9 +251,9 @@ def alignments(tensors: Sequence[torch.Tensor], addresses: Sequence[int]) -> tup
 
 
 def native_facts(addresses: Sequence[int]) -> tuple[int, ...]:
-    """The facts about a call's tensors and threads on which its calls of compiled functions depend.
+    """The facts about tensors and threads on which the calls of compiled functions depend.
 
-    They are the number of threads, and of each address whether it is that of a word, which `words` looks at.
+    They are the number of threads and each address modulo the size of a word, on which `words` depends.
     """
     return torch.get_num_threads(), *[address % WORD for address in addresses]
 
@@ -321,7 +321,7 @@ class ReplayRecorder(Launcher):
         return self._uncopied(tensor, super().words(tensor.tensor, packed_rows=packed_rows))
 
     def _uncopied(self, array: Any, prepared: torch.Tensor) -> Any:
-        """Refuse to record a call that needs a copy: a copy is not a launch, and costs more than one."""
+        """Refuse to record a call that needs a copy: a copy is not a launch, and costs more than a launch."""
         if prepared is not array.tensor:
             raise Unrecorded
         return array

@@ -1,8 +1,7 @@
-"""Attention over several devices, with the collectives and tensors of `torch.distributed` alone.
+"""Attention over several devices, using only the collectives and tensors of `torch.distributed`.
 
-**Heads.** Importing this module tells DTensor how to divide each operator by heads: if the heads of the arguments are
-sharded, so are those of the results, and the ranks exchange nothing. Index arrays are replicated, as DTensors or as
-plain tensors.
+**Heads.** Importing this module tells DTensor how to divide each operator by heads. If the arguments are sharded over
+heads, so are the results, and the ranks exchange nothing. Index arrays are replicated, as DTensors or as plain tensors.
 
 **Positions.** `context_parallel_decode` and `context_parallel_mla_decode` attend to a KV cache whose positions are
 divided among the ranks of a group, and exchange `(out, lse)` once. `context_parallel_varlen_attention` passes the keys
@@ -54,7 +53,7 @@ Group = dist.ProcessGroup | None
 
 # ---- heads: how DTensor divides each operator
 
-GRADIENTS = ("d_out", "d_lse", "d_logits")  # arguments that autograd places; the caller places all others
+GRADIENTS = ("d_out", "d_lse", "d_logits")  # their placements come from autograd, all others from the caller
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def _on_shards(
 
 
 def _expect_lists_of_all(heads: Mapping[str, Heads], values: Mapping[str, Any]) -> None:
-    """Check the number of lists of blocks. A rank that has one of two could not tell it from one for all KV heads."""
+    """Check the number of lists of blocks, since one list on a rank may be part of several or serve all KV heads."""
     if values.get("selected") is None:
         return
     keys = "k" if "k" in values else "kv_pages"
@@ -198,15 +197,17 @@ def context_parallel_decode(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Causal `ragged_paged_attention` of few queries over a KV cache whose positions are divided among ranks.
 
-    Letters as in `ragged_paged_attention`. All ranks pass equal arguments, except for their pages.
+    Shapes use the letters of `ragged_paged_attention`. All ranks pass equal arguments, except for their pages.
 
     Args:
-        q, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`, for the whole batch: q [T, H, D], kv_lens i32
-            [S], the lengths over all ranks, and cu_q_lens i32 [S + 1].
+        q, kv_lens, cu_q_lens, num_seqs: as in `ragged_paged_attention`, for the whole batch: q [T, H, D]; kv_lens i32
+            [S], which counts the keys of all ranks; and cu_q_lens i32 [S + 1].
         kv_pages: this rank's pages, as `ragged_paged_attention` takes them.
-        page_indices: i32 [S, M], this rank's pages of each sequence; they hold its positions in order, without gaps.
+        page_indices: i32 [S, M], this rank's pages of each sequence. The pages hold the rank's positions in order,
+            without gaps.
         group: the process group; None is the default one.
-        shard: the rule that divides positions. With None, ranks take pages in turn (`interleave` is the page size).
+        shard: the rule that divides positions. By default, pages go to the ranks in rotation (`interleave` is the page
+            size).
         own_heads: return only this rank's H / size heads, in the order of the ranks. An all-to-all of 1 / size of the
             data then replaces the all-gather. Use it if the same ranks divide the heads of the layer.
         max_q_len: 1 promises that no sequence has more than one query, which saves a gather of the page table.
@@ -216,13 +217,13 @@ def context_parallel_decode(
 
     Returns:
         out [T, H, D_v] (or [T, H / size, D_v]) of q's dtype or `out_dtype`, with equal bits on every rank and in every
-        run; with `return_lse` also lse [T, H] float32. Ranks exchange T * H * (D_v + 1) float32 each, once. A rank
-        without keys of a sequence spends nothing else on it. There is no gradient.
+        run; with `return_lse` also lse [T, H] float32. There is one exchange, of T * H * (D_v + 1) float32 per rank. A
+        rank without keys of a sequence does no other work for that sequence. There is no gradient.
 
     Raises:
-        InvalidInput: as `ragged_paged_attention`; also if the shard's size or rank differs from the group's, or if the
-            number of heads is not a multiple of the group's size. `validate="full"` adds an exchange that compares the
-            ranks' rules and shapes of q.
+        InvalidInput: as `ragged_paged_attention`; also if the shard's size or rank differs from the group's, or if
+            `own_heads` is True and the number of heads is not a multiple of the group's size. `validate="full"` adds an
+            exchange that compares the ranks' rules and shapes of q.
         TypeError, Unsupported: as `ragged_paged_attention`.
         RuntimeError: an argument requires grad; a rank of the group is gone.
     """
@@ -260,24 +261,24 @@ def context_parallel_mla_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`mla_decode`, dense or sparse, over a latent cache whose positions are divided among ranks.
 
-    Letters as in `mla_decode`. All ranks pass equal arguments, except for their cache and pages.
+    Shapes use the letters of `mla_decode`. All ranks pass equal arguments, except for their cache and pages.
 
     Args:
         q: [S, Q, H, d_qk], as `mla_decode` takes it.
         kv_cache: this rank's pages, in any format.
         page_indices: as in `context_parallel_decode`.
         kv_lens: i32 [S], lengths over all ranks, for dense calls, as in `mla_decode`.
-        indices: i32 [S, Q, N], makes the call sparse: **positions** in each query's sequence, over all ranks, as an
-            indexer returns them, not slots. Each rank reads the keys at its own positions, in their order. Negative
-            positions select nothing.
+        indices: i32 [S, Q, N], **positions** in each query's sequence, counted over all ranks, as an indexer returns
+            them; they are not slots. They make the call sparse. Each rank reads the keys at its own positions, in the
+            order of the list. Negative positions select nothing.
         topk_lens: i32 [S] or [S, Q], the lengths of the lists; later entries of `indices` are ignored.
         group, shard, own_heads, sinks: as in `context_parallel_decode`.
         d_v, sm_scale, causal, soft_cap, cache_format, cache_layout, out_dtype, backend, options: as in `mla_decode`.
 
     Returns:
         out [S, Q, H, d_v] (or H / size heads of it) of q's dtype or `out_dtype`, and lse [S, H, Q] float32, with equal
-        bits on every rank and in every run. Ranks exchange S * Q * H * (d_v + 1) float32 each, once. There is no
-        gradient.
+        bits on every rank and in every run. There is one exchange, of S * Q * H * (d_v + 1) float32 per rank. There
+        is no gradient.
 
     Raises:
         InvalidInput, TypeError, Unsupported, RuntimeError: as `context_parallel_decode` and `mla_decode`.
@@ -298,7 +299,7 @@ def _refuse_gradient(operation: str, *values: Any) -> None:
 
 
 def _ranks(group: Group, shard: KvShard | None, cache: Any, q: torch.Tensor) -> Ranks:
-    """The processes of a group, which divide positions by the caller's rule; by default they deal pages in turn."""
+    """The processes of a group, which divide positions by the caller's rule. By default, they get pages in rotation."""
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     shard = shard or KvShard(size, page_size_of(cache))
     shard.expect(size, rank)
@@ -333,7 +334,7 @@ def _expect_agreement(group: Group, facts: Mapping[str, Any], rank: int) -> None
 def _all_gathered(part: torch.Tensor, group: Group) -> torch.Tensor:
     """The parts of all ranks, concatenated."""
     whole = part.new_empty(dist.get_world_size(group) * part.shape[0], *part.shape[1:])
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch before 2.13 has the latter
     gather(whole, part, group=group)
     return whole
 
@@ -365,19 +366,19 @@ def context_parallel_varlen_attention(
     Args:
         q, k, v: this rank's rows, [T / size, H, D], [T / size, K, D] and [T / size, K, D_v], float32, float16 or
             bfloat16.
-        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, equal on all ranks. If the last one
+        cu_lens: i32 [S + 1], prefix sums of the sequences' lengths over all ranks, equal on all ranks. If the last sum
             is less than T, the rows after it are padding.
         group: the process group; None is the default one.
         sinks: f32 [H], equal on all ranks. Their gradient counts this rank's queries only: sum it over the group, like
             the gradient of every replicated parameter.
-        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. There is no
-            window.
+        causal, sm_scale, soft_cap, return_lse, deterministic, backend, options: as in `varlen_attention`. Windows
+            are not supported.
 
     Returns:
         out [T / size, H, D_v] of q's dtype, in the order of q; with `return_lse` also lse [T / size, H] float32.
-        Differentiable like `varlen_attention`, once. Partial results and gradients of keys are added in float32, in an
-        order that the rank determines. A rank sends its keys and values size - 1 times, and again for the gradient. It
-        sends their float32 gradients size times.
+        Like `varlen_attention`, it can be differentiated once. Partial results and gradients of keys are added in
+        float32, in an order that the rank determines. A rank sends keys and values size - 1 times, and again for the
+        gradient. It sends float32 gradients of keys and values size times.
 
     Raises:
         InvalidInput: as `varlen_attention`; also if the number of rows is odd, or differs between q, k and v.
@@ -397,7 +398,7 @@ def zigzag_part(whole: torch.Tensor, *, group: Group = None) -> torch.Tensor:
     """This rank's rows [T / size, ...] of an array over all tokens [T, ...], in zigzag order.
 
     The tokens are cut into 2 * size pieces. Rank r has the pieces r and 2 * size - 1 - r, which divides the work of
-    causal attention evenly. Divide positions and labels likewise.
+    causal attention evenly. Divide positions and labels in the same way.
 
     Raises:
         InvalidInput: T is not a multiple of 2 * size; pad the batch.
@@ -419,18 +420,18 @@ def zigzag_whole(part: torch.Tensor, *, group: Group = None) -> torch.Tensor:
 
 
 def _gradients_request(backend: Any) -> dict[str, Any]:
-    """The backend and options for the gradient. Autograd runs in another thread, so they are read now."""
+    """The backend and options for the gradient, read in the forward pass, since autograd runs in another thread."""
     operation = "varlen_attention_backward"
     names = config.requested(operation, dispatch.backends_offering(operation, backend))
     return {"backend": names, "options": dict(config.requested_options(operation))}
 
 
 class _Ring:
-    """The ranks of one call, in a ring. The forward and the backward pass share it."""
+    """The ranks of one call, in a ring. The forward and the backward pass share this object."""
 
     def __init__(self, group: Group, causal: bool, keywords: Mapping[str, Any], gradients: Mapping[str, Any]) -> None:
         self.group, self.causal = group, causal
-        self.keywords, self.gradients = keywords, gradients  # for varlen_attention, and for its gradient
+        self.keywords, self.gradients = keywords, gradients  # the keywords of varlen_attention and of its gradient
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         world = dist.group.WORLD if group is None else group
         assert world is not None
@@ -439,7 +440,7 @@ class _Ring:
     def pass_on(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Send a tensor to the next rank. The returned function waits for the previous rank's tensor and returns it.
 
-        The caller keeps the sent tensor alive until that function has returned.
+        The caller must keep the sent tensor alive until the returned function has finished.
         """
         received = torch.empty_like(tensor)
         send = dist.P2POp(dist.isend, tensor, self.peers[0], self.group)
@@ -454,10 +455,10 @@ class _Ring:
         return wait
 
     def steps(self, k: torch.Tensor, v: torch.Tensor, cu_lens: torch.Tensor) -> Iterator[tuple[Any, Any]]:
-        """For each rank's keys, this rank's first: their two pieces (k, v), and the pairs of pieces that attend.
+        """The two pieces (k, v) of each rank's keys, and the pairs of pieces that attend. This rank's keys come first.
 
         A pair is the index of a piece of this rank's queries, the index of a piece of the keys, the prefix sums within
-        both, and whether the mask is causal. Keys are sent on while the caller works on them.
+        both pieces, and whether the mask is causal. Keys are sent on while the caller works on them.
         """
         rows = k.shape[0] // 2
         own, packed = zigzag_edges(cu_lens, self.rank, self.size, rows), torch.cat([k.flatten(), v.flatten()])
@@ -522,7 +523,7 @@ class _RingAttention(torch.autograd.Function):
                 )  # fmt: skip
                 for total, part in zip((dq.chunk(2)[i], *d_keys[j]), parts, strict=True):
                     total += part
-                # Every call returns the gradient of the sinks for all its queries, so it is added once.
+                # Every call returns the whole sink gradient of its queries, so it is added once for each query piece.
                 if d_sinks is not None and d_sink is not None and step == 0 and i == j:
                     d_sinks += d_sink
             if ring.size > 1:
@@ -532,5 +533,5 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _added(before: Any, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The merged result so far, which is None at first, with one more partial result."""
+    """The merged result `before`, which is None at first, merged with one more partial result."""
     return (out, lse) if before is None else merge_attention_states([before[0], out], [before[1], lse])
