@@ -9,10 +9,10 @@ import pytest
 
 from ragged_attention import dispatch
 from ragged_attention.testing import DecodeSpec, PagedSpec, PrefillSpec, Spec, VarlenSpec, diagnosis, judge, steering
-from ragged_attention.testing.alike import alike as with_strides_of_0
 from ragged_attention.testing.diagnosis import candidates, forms, numbers, results
 from ragged_attention.testing.diagnosis.fields import WHATEVER
 from ragged_attention.testing.drawing import Check, on_corner
+from ragged_attention.testing.expanded import expand
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.heads_first.specs import ChunkSpec, check_chunk, check_paged
 from ragged_attention.testing.mla import corners as mla_corners
@@ -316,9 +316,9 @@ def test_the_form_of_a_batch_has_the_results_of_the_definition(family: str) -> N
         form = forms.form_of(batch)
         assert form is not None
         found, want = forms.attended(form), results.expected(batch)
-        assert results.alike({name: found[name] for name in want}, want, batch), name
+        assert results.agree({name: found[name] for name in want}, want, batch), name
         other = results.with_other_values(batch, form, ~form.read())
-        assert results.alike(results.expected(other), want, batch), name
+        assert results.agree(results.expected(other), want, batch), name
 
 
 @pytest.mark.parametrize("family", CORNERS)
@@ -342,7 +342,7 @@ def test_strides_of_0_are_no_second_cause() -> None:
     unchanged.
     """
     spec = Spec(lens=((1, 21), (1, 9)), page_size=4, dtype="bfloat16", seed=9)
-    batch = with_strides_of_0(spec.build(), {"kv_pages": 0})
+    batch = expand(spec.build(), {"kv_pages": 0})
     assert not batch.read_slots()[0].any()  # the one page in memory, which all pages share
     found = set(numbers.of_results(faulty_attentions.runner_of("ragged_paged_attention", "unscaled"), batch, {}))
     assert any("the logits are not scaled" in cause for cause in found)
@@ -355,5 +355,5 @@ def test_a_kernel_that_fails_with_strides_of_0_is_told() -> None:
         return right if kv_pages.strides[0] else (right[0] + 1, right[1])
 
     runner = faulty_attentions.runner_around("ragged_paged_attention", decode)
-    batch = with_strides_of_0(Spec(lens=((1, 21), (1, 9)), page_size=4).build(), {"kv_pages": 0})
+    batch = expand(Spec(lens=((1, 21), (1, 9)), page_size=4).build(), {"kv_pages": 0})
     assert list(numbers.of_results(runner, batch, {})) == [numbers.STRIDES]

@@ -11,7 +11,7 @@ import pytest
 
 from ragged_attention.testing import guarded
 from ragged_attention.testing.drawing import Check
-from ragged_attention.testing.guarding import run_apart
+from ragged_attention.testing.guarding import run_module
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 from ragged_attention.testing.safety import MODULE
 from ragged_attention.testing.suite import memory
@@ -29,7 +29,7 @@ def test_garbage_indices(runner: Runner, check: Check, examples: int) -> None:
 
 @pytest.mark.parametrize("side", ["start", "end"])
 def test_a_step_outside_a_guarded_array_ends_the_process(side: str) -> None:
-    assert run_apart(MODULE, ["--prove-guard", side]).returncode == -signal.SIGSEGV
+    assert run_module(MODULE, ["--prove-guard", side]).returncode == -signal.SIGSEGV
 
 
 @pytest.mark.parametrize("side", ["start", "end"])
@@ -51,6 +51,6 @@ def test_a_kernel_that_steps_outside_dies(monkeypatch: pytest.MonkeyPatch, frame
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     room = "tests.programs.trusting"
     arguments = ["--backend", "trusting", "--room", room, "--framework", framework, "--examples", "2"]
-    ended = run_apart(MODULE, arguments)
+    ended = run_module(MODULE, arguments)
     assert ended.returncode == -signal.SIGSEGV, ended.stderr
     assert ended.stdout == "ragged_paged_attention, seed 0, guarded at the end, options {}\n"

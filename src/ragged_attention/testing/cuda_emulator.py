@@ -49,8 +49,8 @@ class EmulatedRunner(Runner):
         with kernels_cuda.emulating(self.mode, MODES[self.mode]), super().around():
             yield
 
-    def apart(self) -> Sequence[str]:
-        return [*super().apart(), "--emulated", self.mode]
+    def as_arguments(self) -> Sequence[str]:
+        return [*super().as_arguments(), "--emulated", self.mode]
 
 
 def emulated(runner: Runner, mode: str) -> EmulatedRunner:

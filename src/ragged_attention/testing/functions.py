@@ -82,7 +82,7 @@ class NumpyFront:
         return place(np.ascontiguousarray(held).reshape(array.shape))
 
     @staticmethod
-    def once(array: NDArray[Any], axis: int) -> NDArray[Any]:
+    def expand(array: NDArray[Any], axis: int) -> NDArray[Any]:
         """The array with a stride of 0 along an axis on which all slices are equal."""
         return np.broadcast_to(np.take(array, range(min(1, array.shape[axis])), axis), array.shape)
 
@@ -303,7 +303,7 @@ class FunctionRunner(Runner):
         if options:
             raise Declined("a function has no options")
         if self.contiguous:
-            batch = batch.change(strided=False, alike={})
+            batch = batch.change(strided=False, expanded={})
         accepted = self._accepted(operation)
         arguments = batch.arguments()
         if isinstance(arguments.get("num_seqs"), int) and accepted is not None and "num_seqs" not in accepted:

@@ -36,7 +36,7 @@ def _protect(address: int) -> None:
         raise OSError(ctypes.get_errno(), "mprotect refused to make a page unreadable")
 
 
-def run_apart(module: str, arguments: Sequence[str], *, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def run_module(module: str, arguments: Sequence[str], *, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run `python -m module arguments` in a separate process, which may die: a returncode of -11 means SIGSEGV."""
     command = [sys.executable, "-X", "faulthandler", "-m", module, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)

@@ -40,7 +40,7 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Any, device: s
         return jax.device_put(array.astype(jnp.dtype(dtype)))
 
 
-def once(array: jax.Array, axis: int) -> jax.Array:
+def expand(array: jax.Array, axis: int) -> jax.Array:
     """The array itself, because jax arrays have no strides."""
     del axis
     return array

@@ -7,7 +7,7 @@ checks enlarge the queries of drawn batches.
 from collections.abc import Iterator
 from typing import Any
 
-from ragged_attention.testing.diagnosis.results import enlarged, expect_alike, expected, results
+from ragged_attention.testing.diagnosis.results import enlarged, expect_agreement, expected, results
 from ragged_attention.testing.drawing import Check, built, on_drawn
 from ragged_attention.testing.heads_first.suite import chunk_specs, paged_specs
 from ragged_attention.testing.mla.ragged import ragged_specs
@@ -36,7 +36,7 @@ def check(runner: Runner, batch: Any) -> None:
     large, largest = large_and_logit
     of_logits = ERROR * largest
     rounding = 2 * of_logits * large.mean_magnitudes() + allowance(runner, large)
-    expect_alike(results(runner, large, {}), expected(large), large, rounding, of_logits)
+    expect_agreement(results(runner, large, {}), expected(large), large, rounding, of_logits)
 
 
 def agreement() -> Iterator[Check]:

@@ -30,7 +30,7 @@ from ragged_attention.calls.base import shared_memory_of
 from ragged_attention.host.interpreting import interpreting
 from ragged_attention.kernels_cuda import _latent, _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
-from ragged_attention.testing import apart, environment, ptx
+from ragged_attention.testing import environment, ptx, worker
 from ragged_attention.testing.drawing import examples_of
 from ragged_attention.testing.environment import PTX
 from ragged_attention.testing.ptx import Emulator, Hazard, launcher, machine, recorded
@@ -301,7 +301,7 @@ def judged(
     arguments += [] if seed is None else ["--seed", str(seed)]
     environ = {} if triton is None else {"PYTHONPATH": os.pathsep.join([triton, os.environ.get("PYTHONPATH", "")])}
     command = (sys.executable, "-m", MODULE, *arguments)
-    yield from apart.judged(command, names, timeout=TIMEOUT, environ=environ)
+    yield from worker.judged(command, names, timeout=TIMEOUT, environ=environ)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -316,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner = CompiledRunner(framework=options.framework, arch=options.arch, seed=options.seed)
     if reason := runner.absent():
         raise SystemExit(reason)
-    apart.serve(runner, checks(), options.examples)
+    worker.serve(runner, checks(), options.examples)
     return 0
 
 

@@ -237,7 +237,7 @@ class Runner:
         strided = batch.strided and (self.strided_only is None or name in self.strided_only)
         layout = batch.layout_of(name) if strided else ""
         array = self.front.bring(value, dtype, layout=layout, place=self.place, device=self.device)
-        return self.front.once(array, batch.alike[name]) if name in batch.alike else array
+        return self.front.expand(array, batch.expanded[name]) if name in batch.expanded else array
 
     def tunables(self, operation: str) -> tuple[str, ...]:
         """The options that the backend takes for an operation; none if it lacks the operation."""
@@ -305,7 +305,7 @@ class Runner:
         """A context in which sequences may share rows, so that it is undefined whose result these rows get."""
         return contextlib.nullcontext()
 
-    def apart(self) -> Sequence[str]:
+    def as_arguments(self) -> Sequence[str]:
         """Command-line arguments from which a separate process recreates this runner."""
         device = ["--device", self.device] if self.device else []
         return ["--backend", self.backend, "--framework", self.framework, *device]

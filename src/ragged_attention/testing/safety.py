@@ -20,7 +20,7 @@ from ragged_attention.calls import QUANTIZED
 from ragged_attention.testing import empties
 from ragged_attention.testing.blocks import garbage as blocks_safety
 from ragged_attention.testing.drawing import paths, taken_of
-from ragged_attention.testing.guarding import guarded, run_apart
+from ragged_attention.testing.guarding import guarded, run_module
 from ragged_attention.testing.heads_first import suite as heads_first_suite
 from ragged_attention.testing.indexer import garbage as indexer_safety
 from ragged_attention.testing.integers import INT32, garbage
@@ -146,7 +146,7 @@ def check_garbage(runner: Runner, examples: int) -> int:
     """
     if runner.notices_steps_outside:
         return _survives_here(runner, examples)
-    ended = run_apart(MODULE, [*runner.apart(), "--examples", str(examples)])
+    ended = run_module(MODULE, [*runner.as_arguments(), "--examples", str(examples)])
     if ended.returncode:
         last = (ended.stdout.strip().splitlines() or ["no example was begun"])[-1]
         outcome = f"exit status {ended.returncode} at: {last}\n{ended.stderr[-3000:]}"

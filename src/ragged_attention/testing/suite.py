@@ -7,7 +7,7 @@ them, nothing was tested, and the check raises `Declined`.
 
 from collections.abc import Iterator
 
-from ragged_attention.testing import alike, empties, formats, invariance, large_logits, max_logits
+from ragged_attention.testing import empties, expanded, formats, invariance, large_logits, max_logits
 from ragged_attention.testing.blocks import suite as blocks_suite
 from ragged_attention.testing.drawing import Check, built, on_corner, on_drawn, on_drawn_paths, on_every_path
 from ragged_attention.testing.heads_first import suite as heads_first_suite
@@ -61,7 +61,7 @@ def corners() -> Iterator[Check]:
     yield from indexer_suite.corners()
     yield from blocks_suite.corners()
     yield from empties.corners()
-    yield from alike.corners()
+    yield from expanded.corners()
     yield from max_logits.corners("ragged_paged_attention")
 
 

@@ -80,7 +80,7 @@ def bring(array: NDArray[Any], dtype: str, *, layout: str, place: Place, device:
     return tensor.to(device or "cpu")[where]
 
 
-def once(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+def expand(tensor: torch.Tensor, axis: int) -> torch.Tensor:
     """The tensor with a stride of 0 along an axis on which all slices are equal."""
     return tensor.narrow(axis, 0, min(1, tensor.shape[axis])).expand_as(tensor)
 

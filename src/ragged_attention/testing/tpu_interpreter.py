@@ -24,7 +24,7 @@ from typing import Any
 from unittest import mock
 
 from ragged_attention import dispatch
-from ragged_attention.testing import apart, environment
+from ragged_attention.testing import environment, worker
 from ragged_attention.testing.drawing import PATHS, Check, examples_of
 from ragged_attention.testing.runner import Absent, Declined, Runner
 from ragged_attention.testing.suite import checks
@@ -189,7 +189,7 @@ def judged(
     arguments = ["--backend", backend, "--mode", mode, "--cores", str(cores)]
     arguments += ["--examples", str(examples or max(1, examples_of() // SLOWER))]
     arguments += ["--rounded-weights"] if rounded_weights else []
-    yield from apart.judged((*command, *arguments), names, timeout=timeout)
+    yield from worker.judged((*command, *arguments), names, timeout=timeout)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     runner = InterpretedRunner(
         backend=options.backend, mode=options.mode, cores=options.cores, rounded_weights=options.rounded_weights
     )
-    apart.serve(runner, checks(), options.examples)
+    worker.serve(runner, checks(), options.examples)
     return 0
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ragged_attention.testing.diagnosis.candidates import Candidate, candidates, single_keys
 from ragged_attention.testing.diagnosis.forms import Form, Results, attended, form_of, logits_of_parts
 from ragged_attention.testing.diagnosis.results import (
-    alike,
+    agree,
     expected,
     finite_queries,
     results,
@@ -68,16 +68,20 @@ def of_results(runner: Runner, batch: Any, options: Mapping[str, Any]) -> Iterat
         if any(array.shape != want[name].shape for name, array in got.items()):
             return
         rounding = allowance(runner, each)
-        if not alike(got, want, each, rounding):
+        if not agree(got, want, each, rounding):
             form = form_of(each)
             assert form is not None
-            if each is batch and batch.alike and alike(results(runner, batch.change(alike={}), options), want, batch):
+            if (
+                each is batch
+                and batch.expanded
+                and agree(results(runner, batch.change(expanded={}), options), want, batch)
+            ):
                 yield STRIDES
             elif each is not clean and not form.finite():
                 yield NAN
             else:
                 causes = list(of_numbers(got, want, each, form, rounding))
-                if not causes and not runner.rounded_weights and alike(got, want, each, of_batch(each)):
+                if not causes and not runner.rounded_weights and agree(got, want, each, of_batch(each)):
                     causes = [ROUNDED]
                 elif not causes and nearly(got, want, each):
                     causes = [IMPRECISE]
@@ -118,7 +122,7 @@ def nearly(got: Results, want: Results, batch: Any) -> bool:
 
 def of_numbers(got: Results, want: Results, batch: Any, form: Form, rounding: Allowance = 0.0) -> Iterator[str]:
     """The causes of candidates with these results, then simple relations to the right results, then single keys."""
-    if alike(without_nan(got, want), want, batch, rounding):
+    if agree(without_nan(got, want), want, batch, rounding):
         yield OF_NO_KEYS
         return
     of_all, of_out = matching(got, want, batch, candidates(batch, form), rounding)
@@ -152,7 +156,7 @@ def is_right(runner: Runner, batch: Any, options: Mapping[str, Any]) -> bool:
     if form_of(batch) is None:
         return False
     try:
-        return alike(results(runner, batch, options), expected(batch), batch, allowance(runner, batch))
+        return agree(results(runner, batch, options), expected(batch), batch, allowance(runner, batch))
     except Exception:  # includes Declined and any error of a kernel
         return False
 
@@ -179,13 +183,13 @@ def matching(
     of_out: list[str] = []
     if not np.isfinite(got["out"]).any():
         return of_all, of_out
-    wrong = not alike({"out": got["out"]}, want, batch, rounding)
+    wrong = not agree({"out": got["out"]}, want, batch, rounding)
     for cause, other in others:
         expected_results = computed(other)
         these = without_nan(got, expected_results)
-        if alike(these, expected_results, batch, rounding):
+        if agree(these, expected_results, batch, rounding):
             of_all.append(cause)
-        elif wrong and alike({"out": these["out"]}, expected_results, batch, rounding):
+        elif wrong and agree({"out": these["out"]}, expected_results, batch, rounding):
             of_out.append(cause)
     return of_all, of_out
 
@@ -218,7 +222,7 @@ def of_scale(name: str, got: NDArray[np.float64], want: NDArray[np.float64]) -> 
 
 def of_unseen(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any]) -> Iterator[str]:
     """Causes, if other finite values in slots that no query sees change the results."""
-    before = results(runner, batch.change(alike={}), options)
+    before = results(runner, batch.change(expanded={}), options)
     read = form.read()
     listed = np.zeros(form.zeros, bool)
     for part in form.parts:
@@ -245,7 +249,7 @@ def of_order(runner: Runner, batch: Any, form: Form, options: Mapping[str, Any])
         if (q := towards(form, last=last)) is None:
             return
         other = with_queries(batch, q)
-        passes.append(alike(results(runner, other, options), expected(other), other, allowance(runner, other)))
+        passes.append(agree(results(runner, other, options), expected(other), other, allowance(runner, other)))
     if passes == [True, False]:
         yield RESCALE
 

@@ -54,7 +54,9 @@ def kind_of(name: str, batch: Any) -> str:
     return batch.kind if name == "out" else f"lse {batch.kind}"
 
 
-def expect_alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0, of_logits: float = 0.0) -> None:
+def expect_agreement(
+    got: Results, want: Results, batch: Any, rounding: Allowance = 0.0, of_logits: float = 0.0
+) -> None:
     """Raise AssertionError unless results agree within the bounds of the suite.
 
     Out may additionally be wrong by `rounding`, and other results by `of_logits`.
@@ -64,10 +66,10 @@ def expect_alike(got: Results, want: Results, batch: Any, rounding: Allowance = 
         agrees(array, want[name], kind_of(name, batch), name, allowance=of_out if name == "out" else of_logits)
 
 
-def alike(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) -> bool:
-    """Whether results agree within the bounds of `expect_alike`."""
+def agree(got: Results, want: Results, batch: Any, rounding: Allowance = 0.0) -> bool:
+    """Whether results agree within the bounds of `expect_agreement`."""
     try:
-        expect_alike(got, want, batch, rounding)
+        expect_agreement(got, want, batch, rounding)
     except AssertionError:
         return False
     return True
@@ -81,7 +83,7 @@ def moved(batch: Any, order: NDArray[np.int64], sizes: tuple[int, ...]) -> Any:
 
     A cache for which `order` is -1 everywhere is filled with zeros. No array has strides of 0 any more.
     """
-    batch = batch.change(alike={})
+    batch = batch.change(expanded={})
 
     def taken(cache: NDArray[Any], format: str = "plain", start: int = 0) -> NDArray[Any]:
         slots = order[start : start + cache.shape[0] * cache.shape[1]] - start

@@ -77,7 +77,7 @@ class Arrays:
     q_dtype: str | None = None  # q's dtype if it differs from `dtype`, to which operations then widen q
     strided: bool = False  # in torch, whether every array is a view with garbage in its gaps
     # For each argument that has a stride of 0 in torch, the axis of this stride. Slices along the axis are equal.
-    alike: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    expanded: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def quantized(self) -> bool:
@@ -547,8 +547,8 @@ class Spec:
         sides = zip(names, (self.head_dim, self.v_head_dim or self.head_dim), strict=True)
         (k, k_scales), (v, v_scales) = (self._side(rng, num_pages, name, width) for name, width in sides)
         scales = {"k_scale_pages": k_scales, "v_scale_pages": v_scales}
-        alike = len({formats.element_of(formats.KV_FORMATS[name]) for name in names}) == 1
-        if not self.combined or not alike or k.shape != v.shape:
+        same_elements = len({formats.element_of(formats.KV_FORMATS[name]) for name in names}) == 1
+        if not self.combined or not same_elements or k.shape != v.shape:
             return {"kv_pages": (k, v), **scales}
         pages = np.stack([k, v], axis=3).reshape(num_pages, self.page_size, 2 * self.num_kv_heads, k.shape[3])
         return {"kv_pages": pages, **scales}

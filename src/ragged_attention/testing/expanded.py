@@ -35,10 +35,10 @@ from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
 
 # A check, the builder of its batch, and, for each argument with a stride of 0, the axis of this stride.
-Alike = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]
+ExpandedCase = tuple[Callable[[Runner, Any], None], Callable[[], Any], dict[str, int]]
 
 
-def alike(batch: Any, axes: dict[str, int]) -> Any:
+def expand(batch: Any, axes: dict[str, int]) -> Any:
     """The batch in which all slices of an argument in `axes`, along its axis there, equal the first slice.
 
     If the argument is a pair of arrays, this applies to both arrays.
@@ -49,10 +49,10 @@ def alike(batch: Any, axes: dict[str, int]) -> Any:
             return tuple(repeated(each, axis) for each in value)
         return np.repeat(np.take(value, [0], axis), value.shape[axis], axis)
 
-    return batch.change(**{name: repeated(getattr(batch, name), axis) for name, axis in axes.items()}, alike=axes)
+    return batch.change(**{name: repeated(getattr(batch, name), axis) for name, axis in axes.items()}, expanded=axes)
 
 
-def _attention() -> Iterator[Alike]:
+def _attention() -> Iterator[ExpandedCase]:
     lens = ((1, 9), (4, 9))
     size: dict[str, Any] = {"page_size": 4, "num_kv_heads": 2, "group": 2}
     for spec in (
@@ -67,7 +67,7 @@ def _attention() -> Iterator[Alike]:
         yield check_chunk, ChunkSpec(spec=Spec(lens=lens, **size), length=9, chunk=4).build, {"k_pages": axis}
 
 
-def _latents(format: str) -> Iterator[Alike]:
+def _latents(format: str) -> Iterator[ExpandedCase]:
     d_v = 32 if format == "plain" else 512
     # These pages store the parts of their rows in separate planes, so axis 1 has no whole rows to repeat.
     for axis in (0,) if format in ("fp8_v4", "fp4_v41, page") else (0, 1):
@@ -82,13 +82,13 @@ def _latents(format: str) -> Iterator[Alike]:
             yield check_quantize, QuantizeSpec(format=format.partition(",")[0]).build, {"kv": axis}
 
 
-def _latent_lists() -> Iterator[Alike]:
+def _latent_lists() -> Iterator[ExpandedCase]:
     yield check_prefill, PrefillSpec(heads=2).build, {"kv": 0, "indices": 0}
     yield check_decode, DecodeSpec(topk=5, heads=2, lens="inside").build, {"indices": 0, "topk_lens": 0, "q": 0}
     yield check_slots, SlotsSpec().build, {"positions": 0, "page_indices": 0}
 
 
-def _indexer() -> Iterator[Alike]:
+def _indexer() -> Iterator[ExpandedCase]:
     for spec in (
         IndexerSpec(lens=((1, 9), (3, 7)), scaled=True),
         IndexerSpec(lens=((1, 9), (3, 7)), cache_dtype=BYTES),
@@ -101,7 +101,7 @@ def _indexer() -> Iterator[Alike]:
     yield check_select, SelectSpec(columns=20).build, {"logits": 0, "starts": 0}
 
 
-def _blocks() -> Iterator[Alike]:
+def _blocks() -> Iterator[ExpandedCase]:
     keys = IndexerSpec(lens=((1, 9), (3, 7)), scaled=True, heads=4)
     for spec in (BlocksSpec(keys=keys, key_heads=2), BlocksSpec(keys=dataclasses.replace(keys, cache_dtype=BYTES))):
         for axes in ({"keys": 0}, {"q": 0}, {"q": 1}):
@@ -111,7 +111,7 @@ def _blocks() -> Iterator[Alike]:
     yield check_top_k, TopKSpec(seen="all").build, {"scores": 0}
 
 
-def _packed() -> Iterator[Alike]:
+def _packed() -> Iterator[ExpandedCase]:
     for axes in ({"k": 0, "v": 0}, {"q": 0}, {"k": 1, "v": 1}):
         yield check_varlen, VarlenSpec(kv_heads=2, causal=True).build, axes
     yield check_merge, lambda: merge_batch((3, 4, 2, 16)), {"outs": 0, "lses": 0}
@@ -128,10 +128,10 @@ FAMILIES = {
 }
 
 
-def _cases(family: Callable[[], Iterator[Alike]]) -> Iterator[Case]:
+def _cases(family: Callable[[], Iterator[ExpandedCase]]) -> Iterator[Case]:
     for check, build, axes in family():
         name = f"with strides of 0: {check.__name__}, {axes}"
-        yield Case(name, check, lambda build=build, axes=axes: alike(build(), axes))
+        yield Case(name, check, lambda build=build, axes=axes: expand(build(), axes))
 
 
 def corners() -> Iterator[Check]:
