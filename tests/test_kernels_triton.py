@@ -134,10 +134,10 @@ V4_PREFILL = {"q": FakeArray((4096, 64, 512), "bfloat16"), "kv": FakeArray((512,
         ({}, True),
         (V4_PREFILL, True),
         ({"device": device_of("jax", "sm_90")}, True),
-        ({"device": device_of("torch", "sm_80")}, False),  # decoding first was not measured to be faster there
-        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # nor with 16 heads
+        ({"device": device_of("torch", "sm_80")}, False),  # no measurement shows that decoding first is faster on sm_80
+        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # nor that it is faster with 16 heads
         ({"q": FakeArray((4096, 128, 576), "float16")}, False),
-        ({"kv": FakeArray((512, 64, 1, 576), "bfloat16")}, False),  # nothing to decode
+        ({"kv": FakeArray((512, 64, 1, 576), "bfloat16")}, False),  # a plain cache needs no decoding
         ({"d_v": 576}, False),
         ({"kv": FakeArray((8192, 64, 1, 656), "uint8")}, True),  # each slot is listed 16 times on average
         ({"kv": FakeArray((8193, 64, 1, 656), "uint8")}, False),
@@ -151,7 +151,7 @@ def test_a_cache_is_decoded_first_where_its_rows_are_listed_often(changed: dict[
     module = importlib.import_module("ragged_attention.kernels_triton.sparse_mla_prefill")
     call = dataclasses.replace(PREFILL, **changed)
     assert module.heuristic(call).decoded == want
-    assert not module.invariant_tile(call).decoded  # it would depend on the number of queries
+    assert not module.invariant_tile(call).decoded  # otherwise the choice would depend on the number of queries
 
 
 def test_a_plain_cache_is_not_decoded() -> None:
@@ -177,7 +177,7 @@ def test_decoded_rows_of_every_code(listed: bool, scale: float) -> None:
     run = importlib.import_module("ragged_attention.torch").sparse_mla_prefill
     got = run(**taken, backend="triton", options={"decoded": True})
     want = sparse_mla_prefill(**arguments)
-    for index, name in ((0, "out"), (2, "lse")):  # the largest logit ignores NaN
+    for index, name in ((0, "out"), (2, "lse")):  # max_logits, at index 1, is left out because it ignores NaN
         agrees(got[index].numpy(), want[index], f"prefill {name}", name)
     assert all(np.isfinite(result[1].numpy()).all() for result in got)
     assert np.isfinite(got[0][0].numpy()).all() != listed
@@ -197,7 +197,7 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
     ("heads", "ranges", "cache_format", "rows"),
     [
         (128, None, "plain", 64),
-        (128, 1, "plain", 64),  # all rows of a tile share the range
+        (128, 1, "plain", 64),  # one range, which all rows of a tile share
         (16, 1, "plain", 32),
         (128, 2, "plain", 32),
         (128, 2, "fp8_v32", 16),
@@ -207,7 +207,10 @@ def test_every_split_of_a_list_has_keys(batch: int, heads: int, topk: int) -> No
 def test_latents_have_fewer_rows_if_the_loop_looks_at_ranges(
     heads: int, ranges: int | None, cache_format: str, rows: int
 ) -> None:
-    """With more rows the accumulators would spill, as compilation for each GPU shows; see docs/compile_matrix.md."""
+    """Tiles of latents have fewer rows if a loop checks several ranges.
+
+    With more rows the accumulators would spill, as docs/compile_matrix.md shows for each GPU.
+    """
     sample = LatentSample(
         num_q_heads=heads,
         topk=0,
@@ -254,7 +257,12 @@ UNEVEN = ((1, 3), (2, 90), (1, 0), (30, 40), (0, 9), (1, 130), (3, 17), (1, 1), 
         {"num_splits": 1},
         {"num_splits": 2},  # few sequences have more than one split
         {"num_splits": 9, "split_rows": 20, "block_h": 32},  # long and short sequences use different tiles
-        {"num_splits": 9, "split_rows": 20, "split_block_h": 32, "block_h": 32},  # one tile and one launch for both
+        {
+            "num_splits": 9,
+            "split_rows": 20,
+            "split_block_h": 32,
+            "block_h": 32,
+        },  # all sequences share one tile and launch
         {"num_splits": 3, "split_rows": 1000},  # all sequences are short
         {"num_splits": 3, "invariant": True},
     ],
@@ -294,7 +302,7 @@ def test_no_batch_invariant_tile_depends_on_the_page_table(operation: str, windo
         module: Any = dispatch.load(operation, "triton")
         return dataclasses.replace(module.invariant_tile(call), num_splits=1)
 
-    assert tile(256) == tile(4096) == tile(2**20)  # a table for 256 keys needs no splits
+    assert tile(256) == tile(4096) == tile(2**20)  # `num_splits` is left out, because 256 keys need no splits
 
 
 @triton.jit
@@ -332,8 +340,8 @@ def test_keys_are_divided_by_the_lengths_of_all(
 ) -> None:
     """Keys are split by the lengths of all sequences, which have one query each.
 
-    A prompt and a sequence that is not live follow them. The latter has no split. The prompt has one split if there is
-    no tile kernel that would take it.
+    A prompt and a sequence that is not live follow. The sequence that is not live has no split. The prompt has one
+    split if no tile kernel takes it.
     """
     count = len(lens) + 2
     edges = torch.tensor([*range(len(lens) + 1), len(lens) + 5, len(lens) + 6]).int()
@@ -361,7 +369,7 @@ def test_few_keys_are_exact_enough_in_a_table_for_many() -> None:
 
 
 def test_few_keys_between_a_window_and_drafts_are_exact_enough() -> None:
-    """The last of 96 drafts sees itself and, of the keys before the drafts, only the 64 in its window of 160."""
+    """The last of 96 drafts sees itself and 64 of the keys before the drafts, which are those in its window of 160."""
     import ragged_attention.torch as rt
 
     generator = torch.Generator().manual_seed(0)
@@ -450,7 +458,7 @@ def test_a_row_of_the_table_of_formats_is_all_that_a_new_format_needs(cache_layo
 @pytest.mark.parametrize("options", [{"num_splits": 7, "block": 64}, {"num_splits": 1, "block": 256}])
 @pytest.mark.parametrize("kind", ["few values", "outliers", "nothing", "close"])
 def test_a_row_may_be_chosen_from_in_parts(kind: str, options: dict[str, int]) -> None:
-    """Top-k is exact for any number of splits of a row, and if finding the smallest winner takes several passes."""
+    """Top-k is exact for any number of splits per row, even if it takes several passes to find the smallest winner."""
     import ragged_attention.torch as rt
 
     random = torch.Generator().manual_seed(2)

@@ -183,7 +183,7 @@ def test_a_number_of_sequences_ends_the_batch() -> None:
 
 
 def test_positions_near_the_largest_integer() -> None:
-    """No sum overflows int32, at the largest possible position and for queries before the first key."""
+    """No sum overflows int32, neither at the largest possible position nor for queries before the first key."""
     tables: Any = {
         "cu_q_lens": np.array([0, 2, 5], np.int32), "kv_lens": np.array([LARGEST, 1], np.int32), "num_tokens": 5,
     }  # fmt: skip
@@ -233,7 +233,7 @@ def test_torch_gives_what_numpy_gives(name: str, number: int) -> None:
     assert found.dtype == torch.int32
     np.testing.assert_array_equal(found.numpy(), helper(**given))
     elsewhere = helper(**{key: as_torch(value, "meta") for key, value in given.items()})
-    assert (elsewhere.device.type, elsewhere.shape) == ("meta", found.shape)  # so no value was read
+    assert (elsewhere.device.type, elsewhere.shape) == ("meta", found.shape)  # without reading values
 
 
 @pytest.mark.parametrize("number", range(len(NAMES)), ids=NAMES)

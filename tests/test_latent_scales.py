@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LATENT = {"mla_decode", "ragged_mla_attention", "sparse_mla_prefill", "context_parallel_mla_decode"}
-# Layers whose queries are as wide as the latents before any absorption: the default is right for them.
+# Documents whose layers are not absorbed: their queries are as wide as the latents, so the default is right.
 NOT_ABSORBED = {"docs/guides/train_deepseek.md", "docs/sparse_attention.md#training", "examples/train_deepseek.py"}
 
 

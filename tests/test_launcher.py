@@ -132,7 +132,7 @@ def toy(**changes: Any) -> dict[str, Any]:
 
 
 class Noting(overhead.StandInDriver):
-    """A driver that records launches and, like Triton's own, calls the hooks around each."""
+    """A driver that records launches. Like Triton's own driver, it calls hooks before and after each launch."""
 
     def __init__(self, arch: str = overhead.ARCH) -> None:
         super().__init__(arch, self._launch)
@@ -151,7 +151,7 @@ class Noting(overhead.StandInDriver):
 
 
 def compile_nothing(self: Any, key: Any, signature: Any, device: int, constants: Any, options: Any, *rest: Any) -> Any:
-    """A stand-in for compilation: it makes one kernel for each key for which Triton would compile one."""
+    """A stand-in for compilation. It makes a stand-in kernel for each key for which Triton would compile a kernel."""
     kernel = object.__new__(triton.compiler.CompiledKernel)
     name = f"{self.__name__} {next(NUMBERS)}"
     vars(kernel).update(module=name, function=name, name=name, src=None, _module_pid=None, hash=name)
@@ -165,7 +165,7 @@ NUMBERS = itertools.count()
 
 
 def forget_kernels() -> None:
-    """Forget the kernels, compiled or stand-ins, that were made for another driver."""
+    """Forget the kernels that were made for another driver, both compiled kernels and stand-ins."""
     rooms = [module for name, module in list(sys.modules.items()) if ".kernels_triton" in name]
     for value in (toy_kernel, *(value for room in rooms for value in vars(room).values())):
         if isinstance(value, triton.JITFunction):
@@ -187,7 +187,7 @@ def address(value: Any) -> int:
 
 
 def comparable_launch(launch: tuple[Any, ...], operands: int, given: set[int]) -> tuple[Any, ...]:
-    """A launch in comparable form: tensors allocated by the launcher by alignment only, numbers with their type."""
+    """A launch in comparable form. Of tensors that the launcher allocates, only the alignment counts."""
     *rest, values = launch
     addresses = [address(value) for value in values[:operands]]
     return *rest, [one if one in given else one % 16 for one in addresses], list(map(repr, values[operands:]))
@@ -203,7 +203,7 @@ def by_triton(arguments: dict[str, Any], record: Any = Toy) -> Any:
 
 
 def compare(driver: Noting, arguments: dict[str, Any]) -> list[tuple[Any, ...]]:
-    """Launch a toy through Triton and twice by replay, and compare the launches; returns those of Triton."""
+    """The launches of a toy through Triton, after an assertion that two replays launch the same."""
     given = {arguments["x"].data_ptr(), arguments["y"].data_ptr()}
     out, _ = by_triton(arguments)
     wanted = [comparable_launch(launch, 4, given) for launch in driver.take()]
@@ -275,7 +275,7 @@ def check_every_change_is_met_by_the_kernel_that_triton_picks() -> None:
 
 
 def check_an_address_decides_on_its_own() -> None:
-    """Calls that share a plan and differ only in their tensors' addresses get kernels by alignment."""
+    """The alignment of tensors selects the kernel, even among calls that share a plan."""
     with noting() as driver:
         found = set()
         for x, y in itertools.product(range(4), repeat=2):
@@ -489,7 +489,7 @@ CASES = (
 
 @st.composite
 def toys(draw: Any) -> dict[str, Any]:
-    """Arguments, each of which may equal that of an earlier example."""
+    """Arguments with few possible values, so that an example may repeat arguments of earlier examples."""
 
     def tensor() -> Any:
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.float8_e5m2]))

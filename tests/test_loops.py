@@ -47,7 +47,8 @@ def test_turns_by_hand() -> None:
     case = catalogue.find("prefill_8k")
     (step,) = roofline.steps(case, "triton", HOPPER)
     whole, masked = step.turns
-    rows, careful = 8 * 1024 // 32, 1024 // 32  # blocks of 32 tokens; those of them that see fewer than 1024 keys
+    # blocks of 32 tokens, and the blocks among them that see fewer than 1024 keys
+    rows, careful = 8 * 1024 // 32, 1024 // 32
     edge = sum(-(-(32 * block + 32) // 64) for block in range(careful))
     edge += sum(-(-(32 * block + 32 - (32 * block + 1) // 128 * 128) // 64) for block in range(careful, rows))
     assert masked == pytest.approx(8 * edge)
@@ -59,7 +60,7 @@ def test_a_prediction_is_made() -> None:
     (line,) = [line.split(" | ") for line in lines if "mla_sparse_h16_b64" in line]
     assert line in [text.split(" | ") for text in document.part("loops").splitlines()]
     assert float(line[6]) >= float(line[3]) >= float(line[2])
-    assert float(line[8].split(" - ")[0]) >= float(line[6])  # with waits, no less than the busiest unit
+    assert float(line[8].split(" - ")[0]) >= float(line[6])  # with waits, at least the time of the busiest unit
 
 
 def test_the_document_has_the_plans_of_today() -> None:

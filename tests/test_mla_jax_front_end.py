@@ -371,7 +371,7 @@ def test_quantised_bytes_are_those_of_the_definition(cache_format, powers, dtype
         write_mla_cache(rows, cache, slots, power_of_two_scales=powers, backend=backend)
         for backend in ("xla", "reference")
     ]
-    assert identical(*written)  # also if two tokens share a slot: the later one wins, whole
+    assert identical(*written)  # if two tokens share a slot, the later token overwrites the whole slot
 
 
 @pytest.mark.parametrize("cache_format", CACHE_FORMATS)

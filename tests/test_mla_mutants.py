@@ -161,7 +161,7 @@ def rotary_part_is_scaled(codes: Any, scales: Any, rotary: Any, layout: Any) -> 
 
 
 def scales_of_the_first_format(pages: Any, layout: Any) -> Any:
-    """A stale offset: every token's scales follow its own values, as if "token" were the only layout."""
+    """Every token's scales are read after its own values, as if "token" were the only layout."""
     if not layout.planar:
         return honest_planes(pages, layout)
     tokens, row = pages.view(np.uint8).reshape(*pages.shape[:2], pages.shape[-1]), layout.row_bytes

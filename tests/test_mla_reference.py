@@ -97,7 +97,7 @@ def groups(layout: Any, *firsts: list[float]) -> np.ndarray:
     return row
 
 
-# The first columns of a group, its unrounded scale, the scale as a power of two, and the codes under the latter.
+# The first columns of a group, its unrounded scale, the scale rounded up to a power of two, and the codes for that.
 GROUPS = [
     ([448.0, 1.0, -0.0], 1.0, 1.0, [0x7E, 0x38, 0x80]),
     ([449.0, -2.0], 449 / 448, 2.0, [0x76, 0xB8]),  # 224.5 is stored as 224
@@ -261,7 +261,7 @@ def rows_of(*values: float) -> np.ndarray:
 
 
 def sparse(kv: np.ndarray, *lists: list[int], q: float = 0.0, **more: Any) -> tuple[Any, Any, Any]:
-    """The first column of out, max_logits and lse, for one head per token, which gives odd rows the weight e^q."""
+    """The first column of out, max_logits and lse, for one head per token, in which odd rows have the weight e^q."""
     queries = np.zeros((len(lists), 1, WIDTH))
     queries[..., -1] = q
     out, max_logits, lse = sparse_mla_prefill(
@@ -506,7 +506,7 @@ def test_few_sequences_are_cut_and_spare_parts_are_idle() -> None:
 def test_many_sequences_are_dealt_out_whole() -> None:
     parts, num_splits = make_decode_schedule(np.full(128, 2048), sparse=True, num_parts=33)
     assert num_splits.tolist() == list(range(129))
-    # A part's payload of 149 blocks holds 4 sequences that cost 37 each.
+    # A part has a payload of 149 blocks, into which 4 sequences fit: each counts as 37 blocks, with the overhead.
     assert parts[:, :5].tolist() == [[4 * part, 0, 4 * part + 3, 32, 0] for part in range(32)] + [[128, 0, 127, 32, 0]]
 
 

@@ -605,7 +605,7 @@ def test_no_more_rows_are_gathered_at_once_than_the_tile_says(format: str, monke
     assert sum(gathered) == 9 + 4  # the visible keys, except those of the page that does not exist
     gathered.clear()
     rt.ragged_mla_attention(**ragged(format), sliding_window=3, options=options, backend="eager")
-    assert sum(gathered) == 3 + 4  # one query's window of 3, and 4 keys beside the page that does not exist
+    assert sum(gathered) == 3 + 4  # 3 keys in one query's window, and 4 keys outside the page that does not exist
     rt.mla_decode(**with_extra(sparse(format)), options=options, backend="eager")
     rt.sparse_mla_prefill(**prefill(format), options=options, backend="eager")
     assert max(gathered) <= 4

@@ -76,7 +76,7 @@ def draft_mask_hides_earlier_keys(
 def draft_mask_and_causal(
     q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, drafted: Any, ranges: Any
 ) -> Any:
-    """The causal mask still applies. Only a draft mask that lets a token see a later one exposes this."""
+    """The causal mask still applies. Only a draft mask that lets a token see a later token exposes this."""
     seen = honest_visible(q_len, kv_len, valid, causal, window, drafted, ranges)
     return seen & honest_visible(q_len, kv_len, valid, causal, window, None, ranges)
 

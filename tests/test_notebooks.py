@@ -1,4 +1,4 @@
-"""The notebooks are valid, run from top to bottom, print what is stored in them, and their links lead to files."""
+"""The notebooks are valid, run from top to bottom, print their stored outputs, and link to existing files."""
 
 import json
 import os
@@ -19,12 +19,12 @@ CELL_KEYS = {"cell_type", "id", "metadata", "source"}
 
 
 def run(*arguments: str | Path, cwd: Path, packages: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """The runner in a process of its own, as a reader without settings would start it; warnings are errors.
+    """A finished process of the runner, started as by a reader without settings. Warnings are errors.
 
-    With `packages`, the process imports from that folder alone, and this project from its source.
+    With `packages`, the process can import only the packages in that folder, and this project from its source.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAGGED_", "TRITON_"))}
-    environment["TMPDIR"] = str(cwd)  # what a notebook leaves behind is found there
+    environment["TMPDIR"] = str(cwd)  # so that the test finds files that a notebook leaves behind
     if packages:
         environment["PYTHONPATH"] = os.pathsep.join([str(packages), str(ROOT / "src")])
     command = [sys.executable, *(["-S"] if packages else []), "-W", "error", str(RUN), *map(str, arguments)]
@@ -32,7 +32,7 @@ def run(*arguments: str | Path, cwd: Path, packages: Path | None = None) -> subp
 
 
 def packages_without(folder: Path, *names: str) -> Path:
-    """A folder of links to what is installed here, except packages whose names begin with one of `names`."""
+    """A folder of links to the installed packages, except those whose names begin with one of `names`."""
     folder.mkdir()
     for path in Path(sysconfig.get_path("purelib")).iterdir():
         if not path.name.startswith(names):
@@ -41,7 +41,7 @@ def packages_without(folder: Path, *names: str) -> Path:
 
 
 def add_backends(packages: Path, *names: str) -> None:
-    """Install packages with empty backends, as pip would, each announced by its name."""
+    """Install packages as pip would. Each is empty and registered as a backend under its own name."""
     for name in names:
         (packages / name).mkdir()
         (packages / name / "__init__.py").touch()
@@ -53,7 +53,7 @@ def add_backends(packages: Path, *names: str) -> None:
 
 
 def code(source: str, printed: str = "", *tags: str) -> dict[str, Any]:
-    """A code cell; `printed` is what is stored of its output."""
+    """A code cell whose stored output is `printed`."""
     outputs = [{"name": "stdout", "output_type": "stream", "text": [printed]}] if printed else []
     metadata = {"tags": list(tags)} if tags else {}
     return {"cell_type": "code", "id": "it", "metadata": metadata, "outputs": outputs, "source": [source]}
@@ -76,7 +76,10 @@ def test_a_notebook_runs_and_prints_what_is_stored(path, tmp_path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_a_notebook_runs_with_what_it_asks_for_alone_and_beside_other_backends(path, tmp_path):
-    """Without Numba, jax, Triton and transformers, and with backends of the names that guides use."""
+    """A notebook runs with only the packages that it names, and beside backends with the names that guides use.
+
+    Numba, jax, Triton and transformers are never among these packages.
+    """
     pytest.importorskip("torch")
     needed = re.search(r"`pip install '\.\[([\w,]+)\]'`", "".join(json.loads(path.read_text())["cells"][0]["source"]))
     assert needed
@@ -91,7 +94,7 @@ def test_a_notebook_runs_with_what_it_asks_for_alone_and_beside_other_backends(p
 
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_a_notebook_is_valid(path):
-    """What version 4.5 of the format asks for, as far as these notebooks make use of it."""
+    """A notebook follows version 4.5 of the format, in the parts that these notebooks use."""
     notebook = json.loads(path.read_text())
     assert notebook.keys() == {"cells", "metadata", "nbformat", "nbformat_minor"}
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)

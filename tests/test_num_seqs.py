@@ -30,7 +30,7 @@ TAILS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], NDArray[Any]]]
 
 
 class Batch(NamedTuple):
-    """The arrays of a call, for S sequences, and the number of live sequences. Tokens of the others are padding."""
+    """The arrays of a call with S sequences, and `num_seqs`. Tokens of sequences that are not live are padding."""
 
     q: NDArray[Any]
     new: tuple[NDArray[Any], NDArray[Any]]
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(count: int, size: int, tail: str) -> Batch:
-    """A batch of `size` sequences with `num_seqs=count`. All counts share their shapes, so one compiled program."""
+    """A batch of `size` sequences with `num_seqs=count`. Equal shapes let all counts share one compiled program."""
     rng = np.random.default_rng(size)
     tokens, num_pages, live = 3 * size + 2, PAGES_PER_SEQ * size, min(max(count, 0), size)
     q_lens = np.arange(size) * 2 % 4 + 1 - (np.arange(size) % 5 == 4)  # 1, 3, 1, 3, 0, 3, 1, ...

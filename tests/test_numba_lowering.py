@@ -132,7 +132,7 @@ def test_extremes_of_floats():
 
 
 def test_a_compiled_function_is_not_inlined_for_its_caller_s_sake(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache: no code of other processes
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # an empty cache, so that no code comes from other processes
     assert code_of(calls, 1).ctypes(5) == 7
     for function, attribute in ((called_from_an_inlined_one, "noinline"), (inlined_one, "alwaysinline")):
         (made,) = function.overloads.values()

@@ -55,7 +55,7 @@ def test_every_package_has_an_init_file():
 
 
 def test_data_files_ship():
-    """Every file that lies beside the code is matched by package-data, except Python files and documents."""
+    """Every file in a package's folder is matched by package-data, except Python files and documents."""
     for package in SETUPTOOLS["packages"]:
         folder = SOURCE.joinpath(*package.split(".")[1:])
         patterns = SETUPTOOLS["package-data"].get(package, [])
@@ -302,7 +302,7 @@ def test_what_is_staged_is_what_git_knows_or_would_add(project, tmp_path):
 
 
 def test_readme_on_an_index_leads_to_the_repository():
-    """The README for a package index links to the repository, since an index has no other file and drops <source>."""
+    """The README for a package index links to the repository. An index has no other file, and drops <source>."""
     readme = (ROOT / "README.md").read_text()
     shown = releasing.for_an_index(readme, "https://example.org/a", "v1")
     assert "[install](https://example.org/a/blob/v1/docs/start/install.md)" in shown

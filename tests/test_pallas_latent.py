@@ -220,7 +220,7 @@ def test_each_token_of_a_sequence_has_one_job(edges: tuple[int, ...], size: int,
             token = tile * size + offset
             assert token not in owned
             owned[token] = (which, position + offset)
-    assert {*np.asarray(jobs.tiles)} == set(range(tiles))  # all tiles' rows are stored
+    assert {*np.asarray(jobs.tiles)} == set(range(tiles))  # every tile has a job, so the rows of every tile are stored
     lists, positions = np.asarray(tokens.lists), np.asarray(tokens.positions)
     assert owned == {token: (lists[token], positions[token]) for token in range(num_tokens) if lists[token] >= 0}
 
@@ -241,7 +241,7 @@ def test_equal_counts_of_whole_tiles_have_no_job_too_many() -> None:
 
 @pytest.mark.parametrize(("dtype", "exponent"), [("float8_e4m3fn", 4), ("float8_e5m2", 5), ("float16", 5)])
 def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None:
-    """Decoding by integer arithmetic is exact. Not every TPU has these dtypes, and none has subnormal numbers."""
+    """Decoding by integer arithmetic is exact. TPUs may lack these dtypes, and have no subnormal numbers."""
     bits = jnp.dtype(dtype).itemsize * 8
     codes = np.arange(2**bits, dtype=np.int32).reshape(-1, 128)
 
@@ -260,7 +260,7 @@ def test_every_small_float_is_decoded_exactly(dtype: str, exponent: int) -> None
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("form", ["fp8_v41", "fp4_v41"])
 def test_every_code_under_every_scale_is_the_value_itself(form: str, dtype: str) -> None:
-    """Every code times every scale is exact, also in bfloat16. The columns are in the order of the queries' columns."""
+    """Every code times every scale is exact, also in bfloat16. Columns have the order of the reordered queries."""
     layout = CACHE_FORMATS[form]
     scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], layout.scale_bytes, axis=1)
     values = np.resize(np.arange(256, dtype=np.uint8), (256, layout.value_bytes))

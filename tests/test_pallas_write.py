@@ -22,7 +22,7 @@ def test_runs_and_slots_that_come_twice_are_written_without_a_race(mode):
 @pytest.mark.parametrize("block", [1, 4, 7, 32])
 @pytest.mark.parametrize("run", [1, 3, 8])
 def test_codes_send_each_slot_of_a_block_once(block, run):
-    """Following the kernel's codes one by one writes each token to its slot, and only once."""
+    """The kernel's codes, carried out one by one, write each token to its slot exactly once."""
     run = min(run, block)
     rng = np.random.default_rng(block)
     slots = rng.integers(-1, 40, 50).astype(np.int32)

@@ -92,7 +92,7 @@ def test_a_write_that_takes_slots_only_is_present(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_batch_that_a_search_makes_invalid_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch counts as declined, not failed, if the search for supported batches makes it unfit for the law."""
+    """A batch counts as declined, not as failed, if a search for supported batches makes it unfit for a law."""
     honest = importlib.import_module("ragged_attention.reference.mla_decode")
 
     def why_not(call: Any) -> str | None:
@@ -112,7 +112,7 @@ def test_a_batch_that_a_search_makes_invalid_is_no_failure(monkeypatch: pytest.M
     RaggedLatentSpec(tables=Spec(lens=((1, 1),)), d_v=512),
 ])  # fmt: skip
 def test_fields_that_contradict_each_other_make_no_batch(spec: Any) -> None:
-    """Contradictory fields are refused: a search changes single fields, and would otherwise judge such a batch."""
+    """Contradictory fields are refused. Otherwise a search, which changes single fields, could judge such a batch."""
     with pytest.raises(Contradiction, match=r"one head|columns"):
         spec.build()
 

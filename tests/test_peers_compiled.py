@@ -84,7 +84,7 @@ UNIFIED: dict[str, Any] = {"TILE_SIZE": 16, "BLOCK_Q": 4, "BLOCK_M": 16, "num_qu
 
 
 def test_programs_of_vllms_kernel() -> None:
-    """Blocks have four tokens, so a sequence of six tokens has two. The second of these sees all 70 keys."""
+    """Blocks have four tokens, so a sequence of six tokens has two blocks. The second block sees all 70 keys."""
     found = recorded._unified_programs(tiny(), UNIFIED | {"IS_3D": False, "NUM_SEGMENTS_PER_SEQ": 1})
     assert found == {(7.0,): 2, (5.0,): 4}
     windowed = recorded._unified_programs(
@@ -94,7 +94,7 @@ def test_programs_of_vllms_kernel() -> None:
 
 
 def test_segments_of_vllms_kernel() -> None:
-    """100 keys make four segments of 32, the last of them shorter. 70 keys make three."""
+    """100 keys make four segments of at most 32 keys, and 70 keys make three."""
     found = recorded._unified_programs(tiny(), UNIFIED | {"IS_3D": True, "NUM_SEGMENTS_PER_SEQ": 4})
     assert found == {(2.0,): 2 * 3 + 4 * 2, (1.0,): 2 + 4}
 

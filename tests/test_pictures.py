@@ -1,4 +1,4 @@
-"""The pictures of the documentation are what docs/pictures/draw.py draws now, and fit for any page."""
+"""The documentation's pictures are the current output of docs/pictures/draw.py, small, and readable on any page."""
 
 import dataclasses
 import re
@@ -51,14 +51,15 @@ def test_a_picture_is_small_and_readable_anywhere(name: str) -> None:
     style = root[2].text or ""
     assert ("prefers-color-scheme: dark" in style) != name.endswith(("-light", "-dark"))
     assert "font-face" not in style
-    assert not re.search(r'(fill|stroke|href|src)="', text)  # colours are the style's, and nothing is loaded
+    # The style sheet sets all colours, and no other file is loaded.
+    assert not re.search(r'(fill|stroke|href|src)="', text)
     known = set(re.findall(r"\.(\w+)[ ,]", style))
     used = {kind for element in root.iter() for kind in element.get("class", "").split()}
     assert used <= known
     width, height = (float(root.get(side, 0)) for side in ("width", "height"))
     for element in root.iter(f"{SVG}text"):
         x, text = float(element.get("x", -1)), element.text or ""
-        needed = len(text) * (5.3 if "small" in (element.get("class") or "") else 6.4)  # pixels, in common fonts
+        needed = len(text) * (5.3 if "small" in (element.get("class") or "") else 6.4)  # pixels in common fonts
         start = x - needed * {"end": 1.0, "middle": 0.5}.get(element.get("text-anchor", ""), 0.0)
         assert start > -5, f"cut off: {text}"
         assert start + needed < width + 5, f"cut off: {text}"
@@ -79,13 +80,13 @@ def test_a_picture_is_small_and_readable_anywhere(name: str) -> None:
     ],
 )  # fmt: skip
 def test_bytes_of_a_latent_cache(draw: Any, name: str, layout: str, token: int, expected: list) -> None:
-    """As the formats are described to users of CacheFormat."""
+    """The pictured bytes of a latent cache follow the documentation of CacheFormat."""
     found = draw.runs_of(draw.roles(dataclasses.replace(draw.CACHE_FORMATS[name], layout=layout), 2))
     assert [(start, stop, kind) for start, stop, of, kind, _ in found if of == token] == expected
 
 
 def test_bytes_of_vllms_pages(draw: Any) -> None:
-    """As docs/cache_formats.md makes views of them."""
+    """The pictured bytes of vLLM's pages are those of the views in docs/cache_formats.md."""
     forms = {form.name: form for form in draw.SCALED_FORMATS}
     rows = draw.kv_page(draw.kv_parts(forms["int8_token_head"], 64), 2, by_row=True)
     assert [(kind, start, stop) for kind, start, stop, _ in rows[:4]] == [

@@ -38,9 +38,10 @@ def wait(left: int) -> str:
     return line(f"DEPBAR.LE SB0, {left:#x}", 4)
 
 
-SINGLE = code(wait(0), BARRIER, *COMPUTE, BARRIER, COPY, COPY, CLOSE)  # requests keys last and waits for them first
-AHEAD = code(wait(1), BARRIER, *COMPUTE, COPY, COPY, CLOSE)  # requests the block after the next
-FIRST = code(COPY, COPY, CLOSE, wait(1), BARRIER, *COMPUTE, BARRIER)  # requests the next block first
+# An iteration waits for the keys that the previous iteration requested at its end.
+SINGLE = code(wait(0), BARRIER, *COMPUTE, BARRIER, COPY, COPY, CLOSE)
+AHEAD = code(wait(1), BARRIER, *COMPUTE, COPY, COPY, CLOSE)  # requests keys two iterations ahead
+FIRST = code(COPY, COPY, CLOSE, wait(1), BARRIER, *COMPUTE, BARRIER)  # requests the next block's keys before it waits
 
 
 # ---- machine code
@@ -72,9 +73,9 @@ def test_a_loop_that_asks_a_block_ahead(lines: list[Instruction]) -> None:
 
 
 def test_what_a_unit_takes_is_waited_for() -> None:
-    """An instruction waits until its unit is free:
+    """An instruction waits until its unit is free.
 
-    40 products of 6.3 cycles each follow one another, and twice as many warps take twice as long.
+    40 products take 6.3 cycles each, one after another. With twice as many warps, they take twice as long.
     """
     cycles = scoreboard.turn(code(*COMPUTE), 4, 1000).cycles
     assert 40 * 6.3 < cycles < 40 * 6.3 + 80
@@ -174,7 +175,7 @@ def test_what_programs_at_once_can_reach() -> None:
     assert walk().reachable(1000.0) == pytest.approx(2 * 4096 / 1000 * every)
     assert walk().reachable(1500.0) == pytest.approx(2 * 4096 / 1200 * every)
     assert walk().reachable(1000.0, 0.5) == pytest.approx(0.5 * 4096 / 1000 * every)
-    assert walk(programs=20).reachable(1000.0) == pytest.approx(4096 / 100 * every)  # all that the busiest unit can do
+    assert walk(programs=20).reachable(1000.0) == pytest.approx(4096 / 100 * every)  # limited by the busiest unit
 
 
 def test_a_kernel_ends_with_its_longest_program() -> None:
@@ -211,7 +212,7 @@ def test_a_loop_must_be_known_or_ahead_and_no_longer_known_then() -> None:
 
 
 def test_a_kernel_is_compiled_and_read(tmp_path: Path) -> None:
-    """With fewer stages than the heuristic's, a kernel has only one buffer and waits for it at once."""
+    """With fewer stages than in the heuristic's tile, a kernel has only one buffer and waits for it at once."""
     pytest.importorskip("triton")
     file = tmp_path / "loops.json"
     command = ("benchmarks.compiled.pipelines", "--cases", "decode_64x4k", "--kernels", "split_kernel", "--jobs", "1")

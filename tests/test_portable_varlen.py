@@ -64,7 +64,7 @@ def packed_gradient(
 
 
 def listed() -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
-    """A sparse gradient's arrays and its reference results. Its lists have duplicates, no row, or one row only."""
+    """A sparse gradient's arrays and reference results. Some lists are empty, and one repeats a single row."""
     indices = np.random.default_rng(6).integers(-2, 10, (7, 2, 9)).astype(np.int32)
     indices[1] = -1
     indices[2] = 3
@@ -163,7 +163,7 @@ def test_eager_refuses():
 
 
 def jax_call(record: type, arrays: dict[str, np.ndarray], platform: str = "cpu", **options: Any) -> Any:
-    """A call with arrays of jax in float32 instead of float64, jax's default."""
+    """A call with jax arrays. They are float32 where the NumPy arrays are float64, because float32 is jax's default."""
     jnp = pytest.importorskip("jax.numpy")
     narrow = {name: array.astype(np.float32) if array.dtype == np.float64 else array for name, array in arrays.items()}
     held = {name: jnp.asarray(array) for name, array in narrow.items()}
