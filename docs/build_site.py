@@ -13,6 +13,7 @@ If the URLs in pyproject.toml include the repository, every page links to it.
 """
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -192,9 +193,16 @@ def lines_of(text: str) -> Iterator[tuple[str, bool]]:
     fence = ""
     for line in text.splitlines(keepends=True):
         is_code = bool(fence) or line.startswith("    ")
-        if ticks := FENCE.match(line):
-            fence = "" if fence == ticks[0] else fence or ticks[0]
+        fence = open_fence(fence, line)
         yield line, is_code
+
+
+def open_fence(fence: str, line: str) -> str:
+    """The fence of the code block that is open after a line, "" if none is; `fence` is the one before it."""
+    ticks = FENCE.match(line)
+    if ticks is None:
+        return fence
+    return "" if fence == ticks[0] else fence or ticks[0]
 
 
 def fenced(text: str) -> str:
@@ -206,8 +214,7 @@ def fenced(text: str) -> str:
         if not fence and not is_list and COMMAND.match(part) and all(line.startswith("    ") for line in lines):
             parts += ["```sh\n", *(f"{line[4:]}\n" for line in lines), "```"]
             continue
-        for ticks in filter(None, map(FENCE.match, lines)):
-            fence = "" if fence == ticks[0] else fence or ticks[0]
+        fence = functools.reduce(open_fence, lines, fence)
         if part.strip() and not part.startswith(" "):
             is_list = bool(LIST_ITEM.match(part))
         parts.append(part)
