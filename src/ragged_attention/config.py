@@ -118,7 +118,7 @@ def expect_mapping(options: Any, of: str | None = None) -> Mapping[str, Any]:
 
 
 def expect_options(options: Any, of: str | None = None) -> dict[str, Option]:
-    """Checked options, in which NumPy's numbers became Python numbers. Error messages name the operation, `of`."""
+    """The options, checked, with NumPy's numbers as Python numbers. Errors name the operation `of`, if given."""
     plain: dict[str, Option] = {}
     for name, value in expect_mapping(options, of).items():
         if not isinstance(name, str):

@@ -182,7 +182,7 @@ def by_default(operation: str, device: Device, backend: str | Sequence[str] | No
 
 
 def refusal(backend: str, call: Call, *, named: bool = True) -> str | None:
-    """The reason why a backend does not run a call, or None. If the request did not name it, pass `named=False`."""
+    """The reason why a backend does not run a call, or None. If not `named`, `why_not_by_default` is asked too."""
     module = load(call.OPERATION, backend)
     reason = (
         call.device.why_unavailable(backend)

@@ -48,7 +48,7 @@ __all__ = [
 
 
 class _Queries(NamedTuple):
-    """For each query row, its sequence, its position, the sequence's number of keys, and whether the row is live.
+    """The sequence and the position of each query row, the sequence's number of keys, and whether the row is live.
 
     A row is live if it belongs to a sequence. A position is negative if a sequence has more queries than keys. Window
     bounds may be 2**31 - 1, so they are clipped before they are added to a position: int32 must not overflow.
@@ -191,9 +191,9 @@ def block_causal_ranges(cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, block:
 def prefix_window_ranges(
     cu_q_lens: Any, kv_lens: Any, num_tokens: int, *, prefix: Any, sliding_window: int, num_seqs: Any = None
 ) -> Any:
-    """The first `prefix` keys, an int or i32 [S], and a window up to the query's own position: R is 2.
+    """A prefix of every sequence and a window up to the query's own position: R is 2.
 
-    A query within the prefix sees the whole prefix.
+    `prefix` is the number of keys in the prefix, an int or i32 [S]. A query within the prefix sees the whole prefix.
     """
     queries = _queries(cu_q_lens, kv_lens, num_tokens, num_seqs)
     if is_array(prefix):

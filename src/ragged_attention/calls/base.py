@@ -87,8 +87,10 @@ class Call(abc.ABC):
     REGROUPED: ClassVar[Mapping[str, Kind]]  # the kinds of fields that are not equal to one flat argument
     SCALARS: ClassVar[Mapping[str, tuple[type, ...]]]  # the types of each field's numbers, flags or texts
     WRITTEN: ClassVar[tuple[str, ...]]  # the arguments that the operation writes, the cache first
-    NUM_RESULTS: ClassVar[int | None] = 1  # not counting a written cache; None if it depends on arguments
-    MOST_RESULTS: ClassVar[int] = 1  # their maximum, not counting a written cache, if NUM_RESULTS is None
+    # The number of results without the written cache, or None if it depends on the arguments. MOST_RESULTS is then its
+    # maximum.
+    NUM_RESULTS: ClassVar[int | None] = 1
+    MOST_RESULTS: ClassVar[int] = 1
     WRITES: ClassVar[bool] = False  # whether it writes its cache, which is returned after the other results
     TAKES_OUT: ClassVar[bool] = False  # whether torch callers may pass memory for the first result
     DIFFERENTIABLE: ClassVar[tuple[str, ...]] = ()  # arguments for which `<operation>_backward` returns gradients
@@ -159,7 +161,7 @@ class Call(abc.ABC):
 
     @classmethod
     def requests_of_gradients(cls, differentiated: Collection[str]) -> dict[str, bool]:
-        """The flags `return_d_<name>` of `<operation>_backward`, which request the gradients of OFTEN_CONSTANT."""
+        """The flags `return_d_<name>` of `<operation>_backward`, to request gradients of OFTEN_CONSTANT arguments."""
         return {f"return_d_{name}": name in differentiated for name in cls.OFTEN_CONSTANT}
 
     @classmethod

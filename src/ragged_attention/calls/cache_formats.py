@@ -231,7 +231,7 @@ def element_of(form: KvFormat) -> str:
 
 
 def scaled_format(name: str, pages_dtype: str, scales_dtype: str, count: int) -> KvFormat:
-    """The format that has such pages, with `count` numbers per row in its scale pages. Errors call these `name`."""
+    """The format of pages with `count` numbers per row in their scale pages. Errors call the scale pages `name`."""
     known = [form for form in SCALED_FORMATS if element_of(form) == pages_dtype]
     if not known:
         pages = " or ".join(dict.fromkeys(map(element_of, SCALED_FORMATS)))

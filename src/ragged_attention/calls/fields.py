@@ -208,7 +208,7 @@ class Kind:
         return arrays.array(name, value)
 
     def check(self, name: str, value: Any, call: Any, sizes: Sizes) -> None:
-        """Raise unless the value is valid; records do not pass a None that is allowed. By default, check nothing."""
+        """Raise unless the value is valid. None is passed only if it is not allowed. By default, check nothing."""
 
     def schema(self, name: str) -> tuple[str, ...]:
         """The flat arguments in a torch schema; `{}` is a placeholder for a written argument's mark, such as `(a!)`."""

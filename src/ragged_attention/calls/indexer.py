@@ -67,7 +67,7 @@ class IndexerSelection(IndexerQueries):
 
 
 class KeysCall(PagesCall):
-    """The base of records with index queries, and with keys that are packed or lie in pages.
+    """The base of records with index queries, and with keys that are packed or in pages.
 
     A call has one of three forms. Each query sees a range of packed keys (`starts`, `stops`), the packed keys in its
     list (`indices`), or the causal part of its sequence's pages.

@@ -25,7 +25,7 @@ BLOCK_ROWS = 64  # query rows per program
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeSchedule:
-    """How `mla_decode` divides its work among programs. `make_decode_schedule` makes it once for all layers of a model.
+    """A division of the work of `mla_decode` among programs, which `make_decode_schedule` makes once for all layers.
 
     A schedule suits calls with the shapes and lengths that it was made for. Calls always check the shapes, and check
     the lengths only under `validate="full"`. With other lengths the results are correct, but the work is divided badly.
@@ -131,7 +131,7 @@ SHAPE_ARGUMENTS = {"batch_size": 0, "num_q_tokens": 1, "num_q_heads": 1, "num_kv
 
 
 def _list_lens(name: str, given: Mapping[str, Any], arrays: Arrays) -> Any:
-    """The length of each sequence's longest list, at most the argument `name`; None if the call has no such lists."""
+    """The length of each sequence's longest list, at most the list size `name`; None if the call has no such lists."""
     topk, lens = given[name], given[f"{name}_lens"]
     if topk is None:
         return None

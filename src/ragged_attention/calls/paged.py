@@ -475,9 +475,9 @@ class PagedCall(PagesCall):
 
     @property
     def code_dtypes(self) -> tuple[str, ...]:
-        """The dtype of 8-bit pages, if new keys and values may also come in it, as codes; otherwise empty.
+        """The dtype of 8-bit pages, if new keys and values may also have it and be copied as codes; otherwise empty.
 
-        It is empty for pages with scale pages, because such codes would come without their scales.
+        It is empty for pages with scale pages, because the scales of the copied codes would be missing.
         """
         dtypes = {dtype_name(pages) for pages in self.sides}
         return tuple(dtypes) if len(dtypes) == 1 and dtypes <= {*QUANTIZED} and not self.scaled else ()

@@ -144,7 +144,7 @@ class KvShard:
     Position p belongs to rank `p // interleave % size`, and each rank numbers its positions from 0 without gaps. If
     `interleave` is the page size, page i belongs to rank `i % size`. If it is `pages * page_size`, the first rank has
     the first `pages` pages of a sequence and the second rank the next `pages`. After `size * pages` pages, the first
-    rank is next again. vLLM calls `interleave` `cp_kv_cache_interleave_size`.
+    rank is next again. In vLLM, `interleave` is called `cp_kv_cache_interleave_size`.
 
     Args:
         size: the number of ranks.

@@ -49,14 +49,14 @@ def postponed() -> Iterator[None]:
 
 
 def _before() -> None:
-    _changed.acquire()  # held until the fork is done, so that no thread enters `postponed` before
+    _changed.acquire()  # held until the fork is done, so that no thread enters `postponed` meanwhile
     _changed.wait_for(lambda: not _inside.keys() - {threading.get_ident()})
 
 
 def _in_child() -> None:
     global _forked
     _forked = True
-    for gone in _inside.keys() - {threading.get_ident()}:  # some are left if Ctrl-C interrupted the wait
+    for gone in _inside.keys() - {threading.get_ident()}:  # threads are left if Ctrl-C interrupted the wait
         del _inside[gone]
     _changed.release()
 

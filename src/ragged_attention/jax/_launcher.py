@@ -275,7 +275,8 @@ class Launcher(PackedArrays):
     ) -> dict[str, Any]:  # fmt: skip
         """Call a compiled function through XLA's FFI and return its results by name.
 
-        An empty array replaces an absent operand. One attribute has all integers; every other number has its own.
+        An empty array replaces an absent operand. All integers are passed in one attribute, and every other number in
+        an attribute of its own.
         """
         record, nothing = function.record, jnp.zeros(0, jnp.int32)
         shapes, aliases = [], {}

@@ -219,7 +219,7 @@ def _run(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, gradient: Request | None,
     traced: bool, state: Any,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """The results of an operation. Differentiating them works, or raises this package's error if it has no gradient."""
+    """The results of an operation. If it has no gradient, differentiating them raises this package's error."""
 
     @jax.custom_vjp
     def compute(arrays: dict[int, Any]) -> tuple[jax.Array, ...]:
@@ -284,7 +284,7 @@ def _device_for(platform: str, arguments: Mapping[str, Any]) -> Device:
 def _on_the_platform(
     record: type[Call], arrays: dict[int, Any], statics: Statics, request: Request, traced: bool
 ) -> tuple[jax.Array, ...]:
-    """The results of the operation. jax gets a branch for each platform, which runs the backend selected for it."""
+    """The results of the operation. jax gets a branch per platform, with the backend selected for that platform."""
 
     def on(platform: str) -> tuple[dispatch.Choice, Any]:
         """The selected backend for this call on a platform, and a function of the arrays that runs it."""

@@ -97,7 +97,7 @@ def codes(
 
 
 def live_edges(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> jax.Array:
-    """`cu_q_lens` within [0, num_tokens], with entries past `num_seqs` replaced by the last live one.
+    """`cu_q_lens` within [0, num_tokens], with entries past `num_seqs` replaced by the last live entry.
 
     So sequences past `num_seqs` are empty, whatever those entries contain, and the edges ascend if the live edges do.
     """

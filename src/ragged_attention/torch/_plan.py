@@ -272,7 +272,7 @@ _WITH_ADDRESSES = {torch.Tensor, torch.nn.Parameter}
 
 
 def have_addresses(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether tensors lie in memory: those of function transforms, of fake modes and of the device "meta" do not."""
+    """Whether tensors are in memory, unlike those of function transforms, of fake modes and of the device "meta"."""
     in_transform = torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
     return not in_transform and _WITH_ADDRESSES.issuperset(map(type, tensors)) and not tensors[0].is_meta
 
