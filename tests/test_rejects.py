@@ -26,7 +26,7 @@ def spans(*shape: int, dtype: Any = np.int32) -> np.ndarray:
 
 
 class Codes(np.ndarray):
-    """The bits of float8_e4m3fn numbers, which a front end gets as an array of that dtype."""
+    """The bytes of float8_e4m3fn numbers. The tests pass them to a front end as an array of that dtype."""
 
 
 def codes(*shape: int) -> np.ndarray:
@@ -325,7 +325,7 @@ def write_keys(error: type[Exception], text: str, **changes: Any) -> Case:
 
 
 def scheduled(**changes: Any) -> dict[str, Any]:
-    """The change of the dense decode's schedule."""
+    """A change of the dense decode's arguments: its schedule with changed fields."""
     return {"schedule": dataclasses.replace(SCHEDULE, **changes)}
 
 
@@ -512,7 +512,7 @@ INDEXER = [
                  keys=ones(6, 2, 24)),
     block_scores(InvalidInput, "expected block_size to be a power of two from 1 to 256, got 3", block_size=3),
     block_scores(InvalidInput, "expected block_size to be a power of two from 1 to 256, got 512", block_size=512),
-    block_scores(InvalidInput, "expected block_size >= 1, got 0", block_size=0),
+    block_scores(InvalidInput, "expected block_size to be a power of two from 1 to 256, got 0", block_size=0),
     block_scores(InvalidInput, "expected keys.shape to be [N, K, D] = [N, K, 16], got [6, 16]", keys=ones(6, 16)),
     block_scores(InvalidInput, "expected keys.shape to be [N, K, D] = [N, K, 16], got [6, 2, 32]", keys=ones(6, 2, 32)),
     block_scores(InvalidInput, "expected keys.dtype to be float32 or float8_e4m3fn, got uint8", keys=raw(6, 2, 20)),

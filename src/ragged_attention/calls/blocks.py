@@ -7,6 +7,7 @@ from ragged_attention.calls.fields import (
     FLOATS,
     INT32,
     ArrayKind,
+    BlockSize,
     Count,
     HeadKeys,
     HeadKeyScales,
@@ -18,13 +19,6 @@ from ragged_attention.calls.fields import (
 )
 from ragged_attention.calls.indexer import E4M3, WHY_NO_GRADIENT, KeysCall, expect_index_dim, expect_top_k
 from ragged_attention.errors import InvalidInput
-
-MAX_BLOCK_SIZE = 256
-
-
-def expect_block_size(name: str, size: int) -> None:
-    if size > MAX_BLOCK_SIZE or size & (size - 1):
-        raise InvalidInput(f"expected {name} to be a power of two from 1 to {MAX_BLOCK_SIZE}, got {size}")
 
 
 def expect_forced(call: Any) -> None:
@@ -57,7 +51,7 @@ class BlocksCall(BlockQueries, KeysCall):
     relative: ClassVar[bool] = True  # type: ignore[misc]  # blocks are those of the query's own sequence
     ratio: ClassVar[int] = 1  # type: ignore[misc]
 
-    block_size: int = field(Integer(least=1))
+    block_size: int = field(BlockSize())
     key_scale: Any = field(HeadKeyScales(), default=None)
     starts: Any = field(ArrayKind("T", INT32), default=None)
     stops: Any = field(ArrayKind("T", INT32), default=None)
@@ -69,7 +63,6 @@ class BlocksCall(BlockQueries, KeysCall):
 
     def _check(self, sizes: Sizes) -> None:
         expect_index_dim("q.shape[2]", self.head_dim)
-        expect_block_size("block_size", self.block_size)
         self._expect_one_form()
         if self.bytes:
             self._expect_bytes()
