@@ -163,7 +163,8 @@ def vector_add(arch: str) -> None:
     outcome = ptx.run(add_kernel, (4,), x, y, out, 1000, BLOCK, arch=arch, unwritten=[out])
     np.testing.assert_array_equal(out, x + y)
     assert any(opcode.startswith("ld.global") for opcode in outcome.opcodes)
-    out[:] = 0  # now: a torch tensor, a grid that depends on the constants, arguments by name, another order of warps
+    out[:] = 0
+    # Run again with a torch tensor, a grid that depends on the constants, named arguments, and another order of warps.
     named = {"x_ptr": torch.from_numpy(x), "y_ptr": y, "out_ptr": out, "count": 900, "BLOCK": 128}
     ptx.run(add_kernel, lambda meta: (triton.cdiv(900, meta["BLOCK"]),), **named, num_warps=2, arch=arch, schedule=3)
     np.testing.assert_array_equal(out[:900], (x + y)[:900])
@@ -181,7 +182,7 @@ def layer_norm(arch: str) -> None:
     out, mean = torch.empty(4, 190), torch.empty(4)
     arguments = x, weight, bias, out, mean, 190, 1e-5
     outcome = ptx.run(layer_norm_kernel, (4,), *arguments, BLOCK=BLOCK, num_warps=8, arch=arch, unwritten=[out, mean])
-    assert {report.kind for report in outcome.reports.values()} <= {ptx.Rounding}  # in the sum of squares
+    assert {report.kind for report in outcome.reports.values()} <= {ptx.Rounding}  # for the squares
     torch.testing.assert_close(out, torch.nn.functional.layer_norm(x, (190,), weight, bias, 1e-5))
     torch.testing.assert_close(mean, x.mean(1))
 
@@ -259,7 +260,7 @@ def access_out_of_bounds(arch: str) -> None:
     assert error.source.endswith(f"test_ptx_alone.py:{line}")
     text = ptx.compile(unmasked_kernel, (4,), x, out, BLOCK=BLOCK, arch=arch)
     assert "ld.global" in text.split("\n")[error.line - 1]
-    again = pickle.loads(pickle.dumps(error))  # as a process pool returns it
+    again = pickle.loads(pickle.dumps(error))  # a process pool pickles exceptions
     assert (type(again), str(again), again.thread) == (ptx.OutOfBounds, str(error), error.thread)
 
 
@@ -342,7 +343,7 @@ def arguments_that_do_not_fit(arch: str) -> None:
         with pytest.raises(error, match=re.escape(text)):
             call()
     named = np.zeros(1, np.int32)
-    ptx.run(keyword_kernel, (1,), named, 3, 4, arch=arch)  # parameters with the names of options
+    ptx.run(keyword_kernel, (1,), named, 3, 4, arch=arch)  # this kernel's parameters have names of `run`'s options
     assert named[0] == 7
 
 
@@ -380,7 +381,7 @@ def main() -> None:
             error = ""
             try:
                 function(arch)
-            except BaseException:  # pytest's own failures are not an Exception
+            except BaseException:  # `Exception` would miss pytest's failures
                 error = traceback.format_exc()
             sys.stdout.write(json.dumps({"arch": arch, "name": name, "error": error}) + "\n")
 
@@ -497,7 +498,7 @@ def test_the_examples_of_the_page_run(tmp_path: Path) -> None:
     assert printed(str(example)) == "False\n"
     example.write_text(first + second)
     output, shown = (re.sub(r"line \d+ \(\S*\)", "line", text) for text in (printed(str(example)), page))
-    assert output.partition("[")[0] in shown  # up to the registers, which depend on the compiler
+    assert output.partition("[")[0] in shown  # leaves out the registers, which depend on the compiler
 
 
 if __name__ == "__main__":

@@ -43,10 +43,10 @@ from tests.apart import printed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ragged_attention.kernels_triton"
-SEEDS = {"sm_80": None, "sm_90": 1}  # by architecture: the seed of the order in which warps run
+SEEDS = {"sm_80": None, "sm_90": 1}  # for each architecture, the seed of the order in which warps run
 COMPILING = {
     "TRITON_INTERPRET": "0",
-    "TRITON_DEFAULT_FP_FUSION": "1",  # the default; Triton would warn about another value
+    "TRITON_DEFAULT_FP_FUSION": "1",  # Triton's default, set here to silence its warning
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
 
@@ -106,7 +106,7 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
         check_gradients,
         GradientSpec(of=VarlenSpec(lens=((40, 70), (3, 9)), d=64, d_v=64, group=2, sinks="normal", dtype="bfloat16")),
     ),
-    # The first has one table of 12 columns, the second a table of 40 columns for each query.
+    # "shared" is one table of 12 columns. The next case has a table of 40 columns for each query.
     "packed gradient, a relative bias": (
         check_gradients,
         GradientSpec(
@@ -145,11 +145,11 @@ SPECS: dict[str, tuple[Callable[[Runner, Any], None], Any]] = {
 }  # fmt: skip
 # The suite's corners for kernels and paths that `SPECS` does not cover.
 CORNERS = (
-    "attention, decode of a long sequence",  # it has small heads, so its merge kernel is small
-    "attention, window within the last pages",  # the pages end inside a block of keys
+    "attention, decode of a long sequence",  # its heads are small, and so is its merge kernel
+    "attention, window within the last pages",  # its pages end inside a block of keys
     "packed gradient, 33/7",
     "write, by slots: float8_e4m3fn",
-    # In these, no product may be fused with a sum, and no quotient may be approximate.
+    # In the writes of scale pages, no product may be fused with a sum, and no quotient may be approximate.
     "write of scale pages, int8_token_head, special values",
     "write of scale pages, int4_token_head, special values",
     "write of scale pages, int4_token_head, float16 pair, by tables",
@@ -304,7 +304,7 @@ def multiplies(arch: str) -> None:
 
 
 def softens(arch: str) -> None:
-    """A kernel runs on NumPy arrays, with a grid that depends on the constants, and with few warps."""
+    """A kernel runs on NumPy arrays, with a grid that depends on the constants and with only two warps."""
     x = np.random.default_rng(0).standard_normal((5, 200), np.float32)
     out = np.empty_like(x)
     arguments = {"x_ptr": x, "out_ptr": out, "width": 190, "stride": 200, "scale": 2.0, "BLOCK": 256}
@@ -320,7 +320,7 @@ def pairs_kernel(arrays, count, BLOCK: tl.constexpr):
 
 
 def takes_tuples(arch: str) -> None:
-    """A tuple may hold two views of one array, of which the second is not aligned to 16 bytes."""
+    """A tuple may hold two views of one array, even if the second view is not aligned to 16 bytes."""
     whole = torch.arange(200, dtype=torch.float64)
     ptx.run(pairs_kernel, (1,), (whole[:50], whole[101:151]), 50, BLOCK=64, arch=arch)
     assert whole[101:151].tolist() == list(range(50))
@@ -328,7 +328,7 @@ def takes_tuples(arch: str) -> None:
 
 
 def is_watched(arch: str) -> None:
-    """Errors are reported: an access out of bounds, a read of unwritten memory, two programs that write one place."""
+    """An access out of bounds, a read of unwritten memory, and two programs that write one address are reported."""
     x, out = torch.ones(5, 200), torch.ones(5, 200)
     arguments = {"x_ptr": x, "out_ptr": out[:, :100], "width": 190, "stride": 200, "scale": 2.0, "BLOCK": 256}
     expect("outside", lambda: ptx.run(softmax_kernel, (5,), **arguments, arch=arch))
@@ -341,7 +341,7 @@ def is_watched(arch: str) -> None:
 
 
 def refuses(arch: str) -> None:
-    """Too much shared memory, arrays that share memory unknowingly, and an autotuned kernel are refused."""
+    """Too much shared memory, overlapping arrays that are not views of one array, and autotuned kernels are refused."""
     a = torch.ones(256, 256)
     sizes = {"M": 256, "N": 256, "K": 256, "stride_a": 256, "stride_b": 256, "stride_c": 256}
     blocks = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64}
@@ -395,7 +395,7 @@ def main(arch: str) -> None:
 
 
 def watched(check: Check) -> Check:
-    """A check that also requires that the kernels in `RUN_BY` for it have run."""
+    """The check, which also requires that it has launched the kernels that RUN_BY assigns to it."""
 
     def run(runner: Any, examples: int) -> int:
         before = runner.emulator.launches.copy()
@@ -464,7 +464,7 @@ def test_interpreted_kernels_are_refused() -> None:
 def test_the_command_says_what_it_cannot_judge(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command unsets it
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command must unset this variable
     assert conformance.main(arguments) == 2
     assert reason in " ".join(capsys.readouterr().out.split())
 
@@ -491,7 +491,7 @@ def test_a_backend_that_starts_its_kernels_itself_is_no_failure(
 
 
 def test_planted_faults_are_noticed() -> None:
-    """Dropping a needed barrier, wait, group or fence is noticed. A benchmark measures the emulator on all faults."""
+    """Dropping a needed barrier, wait, group or fence is noticed. benchmarks.ptx_faults tries all kinds of faults."""
     answers = printed("-m", "benchmarks.ptx_faults", "--arch", "sm_90", "--kind", "dropped", "--most", "4")
     for fault in ("bar.sync", "cp.async.wait_group", "cp.async.commit_group", "fence.proxy.async"):
         assert re.search(rf"^{fault} dropped, line \d+: (report|fault|wrong)", answers, re.MULTILINE), answers

@@ -51,8 +51,8 @@ def prefill(**fields: Any) -> PrefillSpec:
 class Case:
     """A call, and the kernels that it launches.
 
-    `kernels` has a distinctive part of each kernel's name, without the kernel that makes schedules. `splits` is the
-    option `num_splits`; None lets a schedule divide the keys.
+    `kernels` has a distinctive part of each kernel's name. The kernel that makes schedules is not among them. `splits`
+    is the option `num_splits`, or None if a schedule divides the keys.
     """
 
     spec: DecodeSpec | PrefillSpec
@@ -160,7 +160,7 @@ PIECES = 6
 def test_the_suite(seed: int | None, piece: int) -> None:
     runner = runner_of(seed)
     verdicts = [verdict_of(runner, check, 1) for check in suite.checks()[piece::PIECES]]
-    ANSWERED.update((operation, "cuda") for one in verdicts for operation in one.answered)  # cleared by each verdict
+    ANSWERED.update((operation, "cuda") for one in verdicts for operation in one.answered)  # each verdict clears it
     wrong = [f"{one.check}: {one.message}" for one in verdicts if one.result == "FAILED"]
     assert not wrong, "\n".join(wrong)
     assert sum(one.result == "passed" for one in verdicts) > 20
@@ -175,8 +175,8 @@ SYNCHRONISES = (
 )  # fmt: skip
 MULTIPLIES = ("bar.arrive dropped", "arrival after copies dropped", "cp.async dropped", "matrices transposed, or not")
 FETCHES = ("bulk copy dropped", "more bytes expected at an mbarrier", "fence.proxy.async dropped")
-# Each fault of these kinds is noticed at the two places where it is planted. For `fp8_v32`, two waits are left out: one
-# that the other warpgroup has already done, and one that protects operands in registers, of which PTX has any number.
+# For each kernel, the kinds of faults that are noticed at both places where they are planted. `fp8_v32` leaves out two
+# dropped waits. One repeats a wait of the other warpgroup. The other protects registers, and PTX has no limit of those.
 FAULTS = {
     "cuda fp8_v32 of 16 heads": (*SYNCHRONISES, *FETCHES),
     "cuda merge of few rows": ("griddepcontrol.wait dropped",),

@@ -20,7 +20,8 @@ def zeros(count: int = 1024) -> np.ndarray[Any, Any]:
     return np.zeros(count, np.uint32)
 
 
-# Each thread has four bytes: %r10 is its place in shared memory, %r11 that of a thread in another warp, %d2 its output.
+# Each thread has four bytes of shared memory at %r10 and four bytes of output at %d2. %r11 is the shared memory of a
+# thread in another warp.
 PLACES = """
     mul.wide.u32 %d1, %thread, 4;  add.s64 %d2, %p_out, %d1;  shl.b32 %r9, %thread, 2;  mov.b32 %r8, smem;
     add.s32 %r10, %r8, %r9;  xor.b32 %r7, %r9, 508;  add.s32 %r11, %r8, %r7;
@@ -264,12 +265,12 @@ def test_part_of_a_warp(instruction, text):
         exchange(body)
     assert caught.value.thread == "CTA 0 thread 0"
     if instruction.startswith(("shfl", "vote", "redux", "bar.warp", "elect")):
-        assert not exchange(body.replace("-1", "65535"))[0].reports  # a mask of those that execute it
+        assert not exchange(body.replace("-1", "65535"))[0].reports  # this mask has only the threads that execute it
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
 def test_threads_meet_where_the_text_goes_on_before_what_some_do(seed):
-    """Threads wait at a barrier for threads of their warp that reach it from a later block of the text."""
+    """Threads at a barrier wait for threads of their warp that come from a block further down in the text."""
     body = f"""{PLACES}
         mov.b32 %r1, 0;
         and.b32 %r2, %thread, 3;
@@ -324,7 +325,7 @@ def test_a_shuffle_from_a_thread_that_is_not_there():
 
 
 def test_a_fault_tells_what_was_reported_before():
-    """If an index that is read too early causes an access out of bounds, the fault has the early read as a note."""
+    """If an index is read too early and causes an access out of bounds, the fault has a note about the early read."""
     body = f"""{PLACES}
         ld.shared.b32 %r1, [%r10];
         mul.wide.u32 %d3, %r1, 4;  add.s64 %d3, %p_out, %d3;  ld.global.b32 %r2, [%d3];
@@ -391,7 +392,10 @@ def test_threads_that_do_not_take_part_access_nothing():
 
 
 def over_two(body: str, **options: Any) -> Outcome:
-    """Run two CTAs together and one after another; %r1 is the CTA's number, %d2 its own place."""
+    """The outcome of two CTAs, after a check that the order makes no difference to whether anything is reported.
+
+    They run together and one after the other. %r1 is the CTA's number, and %d2 the address of its own four bytes.
+    """
     setup = "mov.u32 %r1, %ctaid.x;  mul.wide.u32 %d1, %r1, 4;  add.s64 %d2, %p_out, %d1;\n"
     text = kernel_text(setup + body, ["out"], 32)
     together = run_text(text, {"out": zeros(32)}, grid=(2,), **options)
@@ -606,7 +610,7 @@ def test_copies_that_are_waited_for():
 def test_copies_that_are_not_waited_for(mark, instead, report):
     outcome, right = copies(without(COPIES, mark, instead))
     assert report in texts_of(outcome)
-    assert right == (mark == "first")  # without the barrier, the bytes happen to be there
+    assert right == (mark == "first")  # without the barrier, the result happens to be right
 
 
 @pytest.mark.parametrize(("hints", "policy"), [("", ""), (".L2::cache_hint.L2::256B", ", %d7")])
@@ -720,7 +724,10 @@ def test_products_that_are_disturbed(mark, instead, report):
 
 
 def test_what_is_written_between_a_fence_and_a_product():
-    """Registers may be written after a fence: the assembler moves it to the product, unless a branch lies between."""
+    """Registers may be written after a fence, because the assembler moves the fence to the product.
+
+    This does not hold if there is a branch between them.
+    """
     text = "a wgmma uses registers that were written without a wgmma.fence after it"
     body = without(PRODUCT, "registers", "wgmma.fence.sync.aligned;  BRANCH\nmov.b32 %r102, 0;")
     assert not product(body.replace("BRANCH", ""))[0].reports
@@ -730,7 +737,7 @@ def test_what_is_written_between_a_fence_and_a_product():
 
 def test_registers_that_a_product_in_flight_reads():
     body = without(PRODUCT, "multiply", FROM_REGISTERS)
-    assert not product(without(body, "middle", "add.s32 %r120, %r110, 1;"))[0].reports  # reading them is allowed
+    assert not product(without(body, "middle", "add.s32 %r120, %r110, 1;"))[0].reports  # a read is allowed
     outcome, _ = product(without(body, "middle", "mov.b32 %r112, 0;"))
     assert "overwrites a register that a wgmma in flight reads" in texts_of(outcome)
     outcome, _ = product(without(body, "registers"))
@@ -752,7 +759,7 @@ def test_products_that_add_to_the_same_registers():
 
 
 def test_another_warpgroup_needs_its_own_order():
-    """Two warpgroups multiply what the first one wrote: each needs the barrier and the fence."""
+    """If two warpgroups multiply what the first warpgroup wrote, both need the barrier and the fence."""
     body = PRODUCT.replace("st.shared.v4", "@%p1 st.shared.v4").replace("bar.sync 0;", "bar.sync 0;  // all")
     body = f"setp.lt.u32 %p1, %thread, 128;\n{body}"
     outcome, right = product(body, 256)
@@ -787,7 +794,7 @@ def test_a_copy_that_a_product_reads():
 
 
 def test_a_copy_that_arrives_at_an_mbarrier_and_that_a_product_reads():
-    """A fence of the copying thread does not cover bytes in flight; the threads that waited for them need a fence."""
+    """A fence before a copy has arrived does not cover its bytes. The threads that waited for the copy need a fence."""
     copy = """
         setp.eq.u32 %p1, %thread, 0;
         @%p1 mbarrier.init.shared::cta.b64 [%r8+4096], 128;
@@ -812,7 +819,7 @@ def test_a_copy_that_arrives_at_an_mbarrier_and_that_a_product_reads():
 
 
 def test_copies_that_arrive_and_are_waited_for_by_their_thread():
-    """A thread that waits for its own copies knows of them, even if they arrive at an mbarrier."""
+    """A thread may read its own copies after it has waited for them, even if they also arrive at an mbarrier."""
     body = f"""{PLACES}
         setp.eq.u32 %p1, %thread, 0;
         @%p1 mbarrier.init.shared::cta.b64 [%r8+1024], {THREADS};
@@ -842,7 +849,7 @@ WAIT = "griddepcontrol.wait;"
 
 
 def after_a_writer(body: str, *, overlapping: bool = True) -> str:
-    """The reports of a launch that follows one which writes `a` and reads `b`."""
+    """The reports of a launch of `body` after a launch that writes `a` and reads `b`."""
     memory = Memory()
     addresses = {name: np.uint64(memory.add(np.zeros(64, np.uint8), name)) for name in "ab"}
     outcomes = []
@@ -878,7 +885,7 @@ def test_a_launch_waits_for_the_one_before(touch, report):
 def test_loads_of_constants_meet_no_writes():
     report = "reads by ld.nc what this launch or the one before it writes"
     constant = "ld.global.nc.b32 %r1, [%p_a];"
-    assert report in after_a_writer(f"{WAIT}\n{constant}")  # waiting for the previous launch is not enough
+    assert report in after_a_writer(f"{WAIT}\n{constant}")  # ld.nc may not read these bytes even after a wait
     assert not after_a_writer(constant, overlapping=False)
     assert report in after_a_writer(f"st.global.b32 [%p_a], 1;\n{constant}", overlapping=False)
     assert not after_a_writer(f"st.global.b32 [%p_a+4], 1;\n{constant}", overlapping=False)

@@ -327,7 +327,7 @@ def rounded(exact: Fraction) -> np.float32:
 
 def test_fma_rounds_once():
     a, b, c = (random_floats(200, seed, spread) for seed, spread in ((0, 4), (1, 4), (2, 12)))
-    # Sums at the middle between two float32, or off it by less than float64 can represent next to it.
+    # Exact sums midway between two float32 numbers, or so close to the midpoint that float64 would round to it.
     a[:3], b[:3], c[:3] = 1 + 2.0**-23, 1 + 2.0**-23, f32([2.0**30, -(2.0**30), 2.0**-70])
     a[3:6], b[3:6], c[3:6] = 2.0**-40, f32([2.0**-40, -(2.0**-40), 0]), 1 + 2.0**-23
     a[6:9], b[6:9], c[6:9] = 2.0**-24 * (1 + 2.0**-23), 1, f32([1, -1, 1 + 2.0**-23])
@@ -343,7 +343,7 @@ def test_fma_rounds_once():
 def test_fma_of_float64_rounds_once():
     rng = np.random.default_rng(0)
     a, b = rng.normal(size=(2, 128))
-    c = -a * b  # the result is the error that rounding the product would make
+    c = -a * b  # the result is the rounding error of the product
     found = evaluate("fma.rn.f64 %out, %a, %b, %c;", a, b, c, result="f8")
     exact = [
         Fraction(x) * Fraction(y) + Fraction(z) for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
@@ -358,7 +358,7 @@ def test_fma_of_what_is_not_finite():
 
 
 def test_sums_that_are_rounded_to_odd_round_right():
-    """A sum so near a tie in float32 that float64 cannot tell them apart rounds to the right side."""
+    """A sum rounds to the right side even if float64 cannot distinguish it from a tie between two float32 numbers."""
     tie = np.float64(1 + 2.0**-24)
     for small, wanted in ((2.0**-80, 1 + 2.0**-23), (-(2.0**-80), 1.0), (0.0, 1.0)):
         assert numbers.odd_sum(tie, small).astype(np.float32) == np.float32(wanted)
@@ -433,7 +433,7 @@ def test_setp_with_a_second_target_and_a_predicate():
         selp.b32 %r2, 2, 0, %p2;
         or.b32 %out, %r1, %r2;
     """
-    same(evaluate(code, a, result="u4"), [0, 2, 1, 2])  # the second target is (not equal) combined with the predicate
+    same(evaluate(code, a, result="u4"), [0, 2, 1, 2])  # the second target is `a != 2` combined with the predicate
 
 
 def test_predicates():
@@ -460,7 +460,7 @@ F16 = np.arange(0x7C01, dtype=np.uint16).view(np.float16).astype(np.float64)
 def nearest_bits(x: NDArray[np.float32], kind: str) -> NDArray[np.uint16]:
     """The bits of x rounded to nearest even, by a search in a table of all numbers from 0 up.
 
-    In the table, the number one step above the largest finite one replaces infinity.
+    In the table, infinity is replaced by the largest finite number plus one more step.
     """
     table = (BF16 if kind == "bf16" else F16).copy()
     table[-1] = table[-2] + (table[-2] - table[-3])
@@ -650,7 +650,7 @@ def test_integers_from_floats_saturate():
             same(evaluate(f"cvt.{mode}.{kind}.f32 %out, %a;", x, result=dtype), wanted)
     found = evaluate("cvt.rzi.s64.f32 %out, %a;", x, result="i8")
     whole = [2, 3, -2, 0, 3 * 10**9, -3 * 10**9, 2**63 - 1, 2**63 - 1, -(2**63), -(2**63)]
-    same(found, np.array(whole, np.int64))  # NaN becomes the highest bit alone
+    same(found, np.array(whole, np.int64))  # NaN becomes -2**63
     same(evaluate("cvt.rzi.s8.f32 %out, %a;", f32([-200, 100.9]), result="i2"), np.array([-128, 100], np.int16))
 
 
@@ -742,7 +742,7 @@ def test_vectors_and_widths_of_memory():
 
 
 def atomic(code: str, start: Any, values: NDArray[Any], threads: int = 64) -> tuple[Any, NDArray[Any]]:
-    """Let two CTAs change one place by `code`: (its final value, the value that each thread found)."""
+    """The final value of an element that two CTAs change by `code`, and the old value that each thread gets."""
     size = values.itemsize
     body = f"""
         mov.u32 %r1, %ctaid.x;  mov.u32 %r2, %ntid.x;  mad.lo.s32 %r3, %r1, %r2, %thread;
@@ -823,7 +823,8 @@ def test_atomic_operations_on_shared_memory():
     assert not run_text(kernel_text(body, ["out"], 128), {"out": out}, shared=32).reports
     threads = np.arange(128)
     same(out[:, 1], [sum(other for other in range(128) if other % 4 == n % 4) for n in threads])
-    same(out[:, 0], [sum(other for other in range(n) if other % 4 == n % 4) for n in threads])  # in thread order
+    # Atomic operations take effect in the order of threads.
+    same(out[:, 0], [sum(other for other in range(n) if other % 4 == n % 4) for n in threads])
 
 
 def test_memory_of_each_thread():
@@ -878,7 +879,7 @@ def test_arrays_of_constants():
 
 
 def shuffled(mode: str, lane: int, by: int, limit: int) -> tuple[int, bool]:
-    """shfl by the ISA: the lane whose value is taken, and whether the requested lane is in the segment."""
+    """The results of shfl by the ISA: the lane that is read, and whether the requested lane is in the segment."""
     by, clamp, segment = by & 31, limit & 31, (limit >> 8) & 31
     last = (lane & segment) | (clamp & ~segment & 31)
     first = lane & segment
@@ -1066,7 +1067,7 @@ def test_mma(k, kind):
 
 
 def test_mma_with_sums_of_16_bits():
-    """16-bit sums lie two to a register, in the same order as 32-bit sums; this product is 32, plus the addend."""
+    """A register holds two 16-bit sums, in the order of 32-bit sums. Here each product is 32, plus the addend."""
     ones, twos = 0x3C003C00, 0x40004000
     code = f"""
         mov.b32 %r1, {ones};  mov.b32 %r2, {twos};
@@ -1094,24 +1095,23 @@ def test_sums_of_integers_wrap_or_stop():
 
 # ---- warpgroups
 
-SWIZZLES = {"none": (0, 16), "128": (1, 128), "64": (2, 64), "32": (3, 32)}  # (the descriptor's mode, bytes of a row)
+SWIZZLES = {"none": (0, 16), "128": (1, 128), "64": (2, 64), "32": (3, 32)}  # (descriptor mode, bytes per row)
 
 
 def swizzled(row: int, byte: int, span: int) -> int:
-    """The position of a byte in row `row` under a swizzle, which moves 16-byte chunks by the row."""
+    """The position of a byte in row `row` under a swizzle, which permutes 16-byte chunks depending on the row."""
     step = {16: 0, 32: (row // 4) % 2, 64: (row // 2) % 4, 128: row % 8}[span]
     return (byte // 16 ^ step) * 16 + byte % 16
 
 
 def lay_out(matrix: NDArray[Any], span: int, transposed: bool) -> tuple[NDArray[np.uint16], tuple[int, int]]:
-    """A matrix [rows, 16] as it lies in memory: its elements, and the descriptor's two distances in bytes."""
+    """The image of a matrix [rows, 16] in shared memory, and the descriptor's two strides in bytes."""
     rows, columns = matrix.shape
-    along, across = (
-        (rows, columns) if transposed else (columns, rows)
-    )  # elements along the contiguous and the other dimension
+    # The numbers of elements along the contiguous dimension and along the other one.
+    along, across = (rows, columns) if transposed else (columns, rows)
     image: Any = np.zeros(8192, np.uint16)
     per_row = span // 2
-    atom = 8 * span  # eight rows of the swizzle's span
+    atom = 8 * span  # the bytes of eight rows of the swizzle's span
     stride_across, stride_along = atom, atom * (across // 8)
     for i in range(along):
         for j in range(across):
@@ -1196,7 +1196,7 @@ def test_wgmma_by_descriptors(swizzle, transposed):
 )
 @pytest.mark.parametrize("swizzle", ["none", "128"])
 def test_wgmma_on_other_kinds(kinds, sums, swizzle):
-    """A wgmma has 32 bytes along k for every element type, and sums of three types; f16 sums lie two to a register."""
+    """A wgmma has 32 bytes along k for every element type, and sums of three types. A register holds two f16 sums."""
     mode, span = SWIZZLES[swizzle]
     n, width = 16, encoded(f32([0]), kinds[0]).itemsize
     rng = np.random.default_rng(n)
@@ -1210,7 +1210,7 @@ def test_wgmma_on_other_kinds(kinds, sums, swizzle):
     setup = f"mov.b64 %d10, {descriptor(0, left_steps, mode)};"
     order = "" if width != 2 else ", 0, 0"
     body = product(n, "f16", setup, descriptor(16384, right_steps, mode), order).replace("LEFT", "%d10")
-    one = {"f32": "0f3F800000", "s32": "1", "f16": "1006648320"}[sums]  # for f16 two ones, 0x3C003C00
+    one = {"f32": "0f3F800000", "s32": "1", "f16": "1006648320"}[sums]  # for f16, 0x3C003C00: two ones
     body = body.replace("0f3F800000", one).replace("k16.f32.f16.f16", f"k{32 // width}.{sums}.{kinds[0]}.{kinds[1]}")
     if sums == "s32":
         body = body.replace("%d11, 1, 1, 1", "%d11, 1")
@@ -1429,7 +1429,7 @@ def test_the_line_of_the_source_is_told():
 
 
 def test_the_chain_of_lines_is_told():
-    """A fault has the chain of lines from the kernel's own line to the innermost inlined function."""
+    """A fault names the chain of source lines from the kernel's own line to the innermost inlined function."""
     body = """
         .loc 1 42 7
         .loc 2 10 3, function_name $L__info_string0, inlined_at 1 42 7
@@ -1447,7 +1447,7 @@ def test_the_chain_of_lines_is_told():
     assert source(body.replace("inlined_at 2 10 3", "inlined_at 1 50 1")) == "kernels.py:50 > standard.py:5"
     assert source(body.replace("trap", ".loc 1 43 1\ntrap")) == "kernels.py:43"
     assert source(body.replace("trap", ".loc 1 0 0\ntrap")) is None
-    # A later `.loc` of the same place without `inlined_at` ends its chain.
+    # A later `.loc` for the same line without `inlined_at` ends the chain at that line.
     assert source(body.replace("trap", ".loc 2 10 3\n.loc 3 5 1, inlined_at 2 10 3\ntrap")) == (
         "helpers.py:10 > standard.py:5"
     )

@@ -105,7 +105,7 @@ def sum_kernel(x, out, count, BLOCK: tl.constexpr, num_stages: tl.constexpr):
 
 
 def product(arch: str, specialised: bool = False, change: Any = None, seed: int | None = None) -> Any:
-    """Run the product on slices of larger arrays, in tiles that exceed them: (outcome, result, right result)."""
+    """(outcome, result, expected result) of a product of slices of larger arrays. The last tiles exceed the slices."""
     generator = torch.Generator().manual_seed(1)
     a, b = (torch.randn(140, 208, generator=generator).to(torch.float16) for _ in range(2))
     a, b, c = a[:100, :200], b[8:, 8:], torch.empty(100, 160, dtype=torch.float16)[:, :132]
@@ -171,7 +171,7 @@ def turns_by_a_lock(arch: str) -> None:
 
 
 def lines_of_ones_own(arch: str) -> None:
-    """Reports name the kernel's line and, in a helper or in Triton's library, also the line there."""
+    """Reports name the kernel's line and, if it calls a helper or Triton's library, also the line in that function."""
     source, begin = inspect.getsourcelines(sum_kernel.fn)
     loads = begin + next(n for n, line in enumerate(source) if "fetched(x" in line)
     sums = begin + next(n for n, line in enumerate(source) if "tl.sum(" in line)

@@ -91,7 +91,7 @@ def test_binaries_without_ptx_are_refused() -> None:
     with pytest.raises(Unknown, match="expected a fat binary"):
         recorded.ptx_of(binary.ctypes.data)
     binary[:4] = np.frombuffer(np.uint32(recorded.MAGIC).tobytes(), np.uint8)
-    binary[6], binary[8] = 16, 32  # bytes of the header, and of the one entry after it
+    binary[6], binary[8] = 16, 32  # bytes of the header, and of the single entry after it
     binary[16], binary[20], binary[24] = 2, 16, 16  # an entry of machine code
     with pytest.raises(Unknown, match="expected PTX in the library"):
         recorded.ptx_of(binary.ctypes.data)

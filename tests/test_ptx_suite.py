@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 EARLIEST = ROOT / ".triton36"  # from `make .triton36`
 TRITONS = {"newest": None, "earliest": str(EARLIEST)}
 PIECE = 28  # the most checks in one test
-# Checks in which, under either Triton on one of the architectures, a product has 16 keys and 4-bit values.
+# Checks that run a product with 16 keys and 4-bit values, at least on one architecture under one of both Tritons.
 FEW_KEYS = [
     f"corner: {batch}"
     for batch in (
@@ -36,7 +36,7 @@ FEW_KEYS = [
 
 
 def pieces_of(*kinds: str) -> list[list[str]]:
-    """The names of the suite's checks of these kinds, in lists that each mix different checks."""
+    """The names of the suite's checks of these kinds, in lists of at most PIECE that each mix different checks."""
     names = [str(check) for check in checks() if check.kind in kinds]
     count = -(-len(names) // PIECE)
     return [names[first::count] for first in range(count)]
@@ -67,7 +67,10 @@ def test_named_batches(arch: str, triton: str, names: list[str]) -> None:
 @pytest.mark.parametrize("triton", TRITONS)
 @pytest.mark.parametrize("arch", ["sm_86", "sm_90"])
 def test_four_bits_in_steps_of_few_keys(arch: str, triton: str) -> None:
-    """Triton 3.6 would give a thread more neighbouring keys than there are, if they were loaded in single bytes."""
+    """Products with few keys and 4-bit values are right.
+
+    If single bytes were loaded, Triton 3.6 would assign more neighbouring keys to a thread than a block has.
+    """
     expect_agreement(arch, FEW_KEYS, TRITONS[triton])
 
 

@@ -17,7 +17,7 @@ from tests.ptx_texts import kernel_text, run_text, texts_of, without
 THREADS = 128
 HALF, FLOAT = 6, 7  # the element types f16 and f32
 SWIZZLES = {16: 0, 32: 1, 64: 2, 128: 3}  # swizzle modes, by the bytes of a row
-BARRIER = 16384  # the place of the first mbarrier in shared memory, after the tiles
+BARRIER = 16384  # the byte offset of the first mbarrier in shared memory, after the tiles
 
 
 def run(body: str, arrays: Mapping[str, NDArray[Any]], maps: Any = None, shared: int = BARRIER + 64, **options: Any):
@@ -283,7 +283,7 @@ def test_arrivals_of_several_and_phases_one_after_the_other():
     """
     outcome, out = exchanged(body, 10)
     assert not outcome.reports
-    assert (out == 100).all()  # in phase 5, the last phase of parity 0 is complete and that of parity 1 is not
+    assert (out == 100).all()  # phase 4, of parity 0, is complete, and phase 5, of parity 1, is not
 
 
 def test_bytes_count_as_arrivals_do():
@@ -389,7 +389,7 @@ def test_copies_that_arrive(seed):
 def test_copies_that_arrive_and_are_not_waited_for():
     report = "reads shared memory before a copy to it was waited for"
     assert report in texts_of(arriving(without(ARRIVING, "wait for the second", "setp.eq.u32 %p3, 0, 0;"))[0])
-    # An arrival at the second mbarrier covers all copies of its thread; one at the first covers only the first copy.
+    # An arrival at the second mbarrier covers both copies of its thread. At the first it covers only the first copy.
     late = without(ARRIVING, "wait for the first", "setp.eq.u32 %p2, 0, 0;")
     assert not arriving(late)[0].reports
     other = without(late, "wait for the second", "mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;")
@@ -405,7 +405,7 @@ def test_copies_that_arrive_too_early_or_never():
 
 
 def test_copies_that_arrive_when_a_phase_is_over():
-    """If the phase expects one arrival fewer than there are, one thread's copy is not covered by the wait."""
+    """If a phase expects one arrival fewer than there are threads, the wait does not cover one thread's copy."""
     first = without(without(ARRIVING, "second"), "wait for the second", "setp.eq.u32 %p3, 0, 0;")
     first = first.replace("cp.async.ca.shared.global [%r10+512], [%d5+512], 4;", "")
     first = first.replace("ld.shared.b32 %r4, [%r11+512];", "mov.b32 %r4, 0;")

@@ -72,7 +72,7 @@ def test_infinities_are_stored_as_the_docstring_says(name: str, backend: str) ->
     stored, (plain, *infinite) = scales[0][0, :, 0, 0].float(), dequantize_kv(codes[0], scales[0])[0, :, 0]
     assert plain.isfinite().all()
     if scales_dtype is torch.float32:
-        assert not dequantize_kv(codes[0], torch.ones_like(scales[0]))[0, 1:].any()  # the codes alone
+        assert not dequantize_kv(codes[0], torch.ones_like(scales[0]))[0, 1:].any()  # their codes are 0
         assert stored[1:3].tolist() == 2 * [torch.inf]
         assert stored[3].isnan() if name.startswith("int4") else stored[3].isinf()
         tables = torch.arange(1, 5).int(), torch.zeros(4, 1).int(), torch.arange(5).int()

@@ -1,4 +1,4 @@
-"""The record that a test run leaves behind, and the page that is written from it."""
+"""The record of a test run, and the page that is written from the record."""
 
 import json
 import runpy

@@ -25,7 +25,7 @@ ROWS = ("q_ptr", "out_ptr", "parts_ptr")
 
 
 class Counter:
-    """Bytes and operations by kernel. `Work.again`, for repeated products, is always 0."""
+    """Counts the bytes and operations of each kernel. Repeated products are counted in `flops`, so `again` is 0."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -90,7 +90,7 @@ def of_model(case: Any, tile: Any) -> dict[str, Work]:
     return {step.name: step.work for step in roofline.steps(case, "triton", HOPPER, H200, tile)}
 
 
-# Cases, scaled down to a length, with changes to the tile that the full case has on a Hopper GPU.
+# For each case the length to which it is scaled down, and changes to the tile of the full case on a Hopper GPU.
 SMALL: list[tuple[str, int, dict[str, int]]] = [
     ("decode_64x4k", 600, {"num_splits": 4}),
     ("gpt_oss_window_64x4k", 600, {}),
@@ -126,9 +126,9 @@ def test_the_model_counts_what_the_kernels_do(
     want = {name: dataclasses.replace(work, flops=work.flops + work.again, again=0) for name, work in found.items()}
     assert {name: counter.work[name] for name in want} == want
     assert [name for name, work in counter.work.items() if work != Work() and name not in want] == []
-    # The number of programs with keys, and their shares of the products, are those of the plan.
+    # The plan has the right number of programs with keys, and the right share of the products for each.
     for step in roofline.steps(case, "triton", HOPPER, tile=tile):
-        if step.turns and len(step.programs) > 1 and step.name != "tile_kernel":  # its two loops differ in cost
+        if step.turns and len(step.programs) > 1 and step.name != "tile_kernel":  # it has loops of two costs
             shares = sorted(counter.products[step.name].values())
             turns = sorted(sum(each) for each, number in step.programs.items() for _ in range(number))
             assert [share / shares[-1] for share in shares] == pytest.approx([turn / turns[-1] for turn in turns])
@@ -136,7 +136,7 @@ def test_the_model_counts_what_the_kernels_do(
             assert len(counter.products[step.name]) == step.working
 
 
-# Cases for which no backend's plan exceeds the floor by less than a tenth, and why.
+# Cases whose floor even the fastest plan exceeds by a tenth or more, and the reasons.
 PARTS = "its parts, which let every multiprocessor read keys, are as many bytes as the keys; all is done in 6 us"
 IN_EXCESS = {
     "gemma4_global_prefill_4k": "32 rows per program: an output of 512 columns for more rows fills the registers",
@@ -145,7 +145,7 @@ IN_EXCESS = {
     "indexer_prefill_4k": "logits are written, and read four times to choose among them",
 }
 TOO_WIDE = "gemma4_global_prefill_4k"
-SHORT = 5e-6  # seconds; with a lower floor, launches and waits take more time than reading
+SHORT = 5e-6  # in seconds; below this floor, launches and waits take more time than reading
 
 
 @pytest.fixture(scope="module")
@@ -175,9 +175,10 @@ def test_it_is_known_which_cases_exceed_it_by_more_and_why(best: dict[str, roofl
 
 
 def test_a_plan_by_hand() -> None:
-    """Two decodes over 300 keys in blocks of 64. Tiles have 16 rows, though 4 would do, and weights have two terms.
+    """A plan for two decodes over 300 keys in blocks of 64 equals a count by hand.
 
-    Four programs share ten blocks, and a split has at least four blocks. So each sequence has two splits.
+    Tiles have 16 rows, of which 4 are used, and weights have two terms. Four programs share ten blocks, and a split has
+    at least four blocks. So each sequence has two splits.
     """
     case = PagedCase(
         name="-", workload="-", q_lens=(1, 1), kv_lens=(300, 300), num_q_heads=8, num_kv_heads=2, head_dim=64
@@ -198,7 +199,7 @@ def test_a_plan_by_hand() -> None:
 def test_masked_blocks_are_counted_in_the_loop_that_visits_them() -> None:
     """Masked blocks are counted for the loop that visits them, for an 8-bit cache and for a tree of drafts.
 
-    Programs of the former have 32 queries, blocks of 64 keys, and masked blocks of 32 keys at the diagonal.
+    With the 8-bit cache, programs have 32 queries, blocks of 64 keys, and masked blocks of 32 keys at the diagonal.
     """
     (prefill,) = roofline.steps(catalogue.find("fp8_prefill_4k"), "triton", HOPPER)
     diagonal = [-(-(32 * block + 32 - (32 * block + 1) // 64 * 64) // 32) for block in range(4 * K // 32)]
@@ -208,7 +209,7 @@ def test_masked_blocks_are_counted_in_the_loop_that_visits_them() -> None:
 
 
 def test_the_launches_of_a_plan() -> None:
-    """The working programs of a decode's launches equal those counted by hand, and likewise for a prefill."""
+    """The numbers of working programs of a decode and of a prefill equal counts by hand."""
     plan = roofline.plan_of(catalogue.find("decode_64x4k"), "triton", HOPPER)
     found = {launch.name: (launch.working, launch.programs) for launch in plan.launches}
     assert found["split_kernel"] == (64 * 2 * 8, (64 + 132 + 64 * 4 // 16) * 8)
@@ -219,7 +220,7 @@ def test_the_launches_of_a_plan() -> None:
     assert roofline.plan_of(catalogue.find("mla_sparse_h16_b8"), "cuda", HOPPER).launches == ()
 
 
-# Kernels that never have work in such batches. They should not be launched; then remove them here.
+# Kernels that are launched but never have work in such batches. Remove a kernel here if it is no longer launched.
 LAUNCHED_IN_VAIN = {"decode": set(), "prefill": {"split_kernel", "combine_kernel"}}
 MOST_LAUNCHES = {"decode": 2, "prefill": 3}
 

@@ -17,7 +17,7 @@ from ragged_attention.testing.suite import checks
 from ragged_attention.testing.verdicts import verdict_of
 
 CHECKS = {str(check): check for check in checks()}
-# Checks of each family that fail with weights of two bits fewer, even if rounding is allowed.
+# For each family, checks that fail if weights have two bits fewer, even if rounding is allowed.
 TELLING = (
     "corner: attention, head_dim 512",
     "corner: attention, e4m3 queries, 8-bit cache",
@@ -42,7 +42,7 @@ KINDS = ("agreement: ", "law: ")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoundingRunner(Runner):
-    """The reference backend, with softmax weights rounded to the batch's dtype less `fewer_bits` bits."""
+    """The reference backend, whose softmax weights have `fewer_bits` bits fewer than the batch's dtype."""
 
     framework: str = "torch"
     backend: str = "reference"
@@ -57,7 +57,8 @@ class RoundingRunner(Runner):
             return self._rounded(weights, batch.dtype) @ values / total[:, None], m_i, lse
 
         with contextlib.ExitStack() as stack:
-            for module in (ragged_paged_attention, sparse_mla_prefill):  # the other operations call these two
+            # The other operations call the softmax of these two modules.
+            for module in (ragged_paged_attention, sparse_mla_prefill):
                 stack.enter_context(mock.patch.object(module, "softmax", rounding))
             return super()._call(operation, batch, options, **extra)
 

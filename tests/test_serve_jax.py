@@ -59,7 +59,7 @@ def test_sequences_join_and_leave_and_steps_are_mixed(main, capsys, monkeypatch)
     requests = {id(request): request for chunks in seen for request, _ in chunks}.values()
     assert len({token for request in requests for token in request.generated}) > 10
     pages = [page for request in requests for page in request.pages]
-    assert len(set(pages)) < len(pages)  # some pages are reused by a second request
+    assert len(set(pages)) < len(pages)  # some pages are used by a second request after the first
 
 
 def test_a_wrong_page_table_shows(main, capsys, monkeypatch):

@@ -15,7 +15,7 @@ from ragged_attention.testing import tpu_interpreter
 TINY = float(np.finfo(np.float32).tiny)  # devices without subnormal numbers treat smaller values as 0
 LARGEST = float(np.finfo(np.float32).max)  # many callers use this to mean "no cap"
 HUGE = 1e36
-# (size of queries, size of keys, cap). Logits are far above the cap, far below it, or reach it.
+# (magnitude of queries, magnitude of keys, cap). Logits are far above the cap, far below it, or reach it.
 SIZES = {"a tiny cap": (100, 100, TINY), "no cap": (1, 1, LARGEST), "huge logits": (1e18, 1e18, HUGE),
          "the largest of both": (1e18, 2e19, LARGEST)}  # fmt: skip
 ROWS = np.random.default_rng(0).standard_normal((4, 6, 2, 16)).astype(np.float32)
@@ -25,7 +25,7 @@ TABLE, KV_LENS, EDGES = np.array([[1, 0]], np.int32), np.array([6], np.int32), n
 def rows_of(case: str) -> tuple[np.ndarray, ...]:
     q_size, k_size, _ = SIZES[case]
     q, k = (ROWS[:2].astype(np.float64) * [[[[q_size]]], [[[k_size]]]]).astype(np.float32)
-    k[2] = 0  # gives logits of 0, which must not be multiplied by infinity
+    k[2] = 0  # logits of 0 must not be multiplied by infinity, the reciprocal of a tiny cap
     return q, k, ROWS[2], ROWS[3]
 
 
@@ -116,7 +116,7 @@ def test_a_cap_in_the_kernels_for_tpus(operation: str, case: str) -> None:
 @pytest.mark.parametrize("case", ["a tiny cap", "no cap"])  # with larger logits, rounding makes the weights meaningless
 @pytest.mark.parametrize(("framework", "backend"), BACKENDS[:-1])
 def test_the_gradient_under_a_cap(framework: str, backend: str, case: str) -> None:
-    """Gradients equal the reference. Under a tiny cap weights are nearly equal, and logits at the cap have no slope."""
+    """Gradients equal the reference, even if a tiny cap makes weights nearly equal and the soft cap's slope is 0."""
     front, bring = front_of(framework)
     pytest.importorskip(backend if backend in ("numba", "triton") else framework)
     q, k, v, d_out = map(bring, rows_of(case))

@@ -66,7 +66,7 @@ def test_the_bound_is_the_contracts(kind: str) -> None:
     absolute, relative = BOUNDS[kind]
     want = np.linspace(-3, 3, 7)
     inside, outside = (want + np.sign(want + 0.1) * (absolute + relative * np.abs(want)) * f for f in (0.99, 1.01))
-    if kind in ("float16", "bfloat16"):  # if all elements had that error, the direction would be wrong too
+    if kind in ("float16", "bfloat16"):  # one element only: if all had this error, the direction would be wrong too
         inside, outside = (np.where(np.arange(7) == 3, changed, want) for changed in (inside, outside))
     assert agrees(inside, want, kind)
     with pytest.raises(AssertionError, match=r"out\[\d\]: expected .* within .*, got .*, 1.01 times the bound"):
@@ -120,7 +120,8 @@ def test_shapes_and_bits_are_compared_too() -> None:
 @pytest.mark.parametrize("kind", EITHER)
 def test_latent_attention_is_held_to_one_bound_of_two(kind: str) -> None:
     absolute, relative, _ = EITHER[kind]
-    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)  # an error in one of many hardly changes the direction
+    # An error in one of many elements hardly changes the direction.
+    want = np.array([3.0, 1e-9, 50.0] + [40.0] * 1000)
     for index, error in ((0, relative * 3), (1, absolute), (2, relative * 50)):
         inside, outside = (want + np.where(np.arange(len(want)) == index, error * f, 0) for f in (0.99, 1.01))
         assert agrees(inside, want, kind)
@@ -135,7 +136,7 @@ def test_latent_attention_is_held_to_a_direction(kind: str) -> None:
     bound = EITHER[kind][2]
     want = np.ones(1000)
     near, far = (want + np.where(np.arange(1000) % 2, 1, -1) * np.sqrt(2 * bound * f) for f in (0.98, 1.05))
-    if np.sqrt(2 * bound) < EITHER[kind][1]:  # otherwise the other bound is tighter
+    if np.sqrt(2 * bound) < EITHER[kind][1]:  # otherwise the bound on elements is tighter than that on the direction
         assert agrees(near, want, kind)
         with pytest.raises(AssertionError, match=f"expected a cosine difference <= {bound:g}, got"):
             agrees(far, want, kind)
@@ -156,7 +157,7 @@ def test_the_latent_bounds_are_the_contracts() -> None:
 
 @pytest.mark.parametrize("kind", OF_FEW)
 def test_few_rows_may_have_roundings_of_one_sign(kind: str) -> None:
-    """Few rows get a wider bound, 2^-7 of a vector's length. Only rows that are not 0 count."""
+    """If fewer than MANY rows are not 0, the bound is wider: 2^-7 of a vector's length."""
     for rows, bound in ((MANY - 1, 2.0**-15), (MANY, 7e-6)):
         want = np.zeros((rows + 5, 2, 3))
         want[:rows, 1] = 1
@@ -225,7 +226,7 @@ def test_poison_is_everywhere_but_where_it_is_read() -> None:
 
 
 def test_poison_is_where_no_query_of_the_kv_head_reads() -> None:
-    """A key that is listed for one KV head and not for another is poisoned for the latter only."""
+    """A key that is listed for one KV head only is poisoned for the other KV head."""
     lists = np.array([[[0], [2]], [[-1], [2]]], np.int32)  # for two queries and two KV heads
     spec = Spec(lens=((2, 11),), num_kv_heads=2, group=2)
     for batch in (spec.build(), dataclasses.replace(spec, combined=False).build()):
@@ -359,7 +360,7 @@ def test_a_backend_that_declines_everything_has_shown_nothing() -> None:
 
 
 class FewOptions(Runner):
-    """A runner whose device fits only num_splits of 1. If `fits` is false, even the default tile is too large."""
+    """A runner whose device has room only for `num_splits=1`. Without `fits`, even the default tile is too large."""
 
     fits: bool = True
 
@@ -390,7 +391,7 @@ def test_a_path_that_does_not_fit_is_left_out() -> None:
     object.__setattr__(runner, "fits", False)
     with pytest.raises(Declined, match="fit this device"):
         every_path(runner, 1)
-    with pytest.raises(TooLarge):  # the caller requested no option
+    with pytest.raises(TooLarge):  # without a requested option, the default tile is at fault
         check(runner, batch, {})
 
 
@@ -601,7 +602,7 @@ def test_a_module_can_be_imported_before_all_others(module: str) -> None:
 
 
 def test_no_name_of_the_package_is_that_of_one_of_its_modules() -> None:
-    """No module has a lazily loaded name: an imported module becomes a package attribute, and would hide that name."""
+    """No module has the name of a lazily loaded object, because the imported module would hide the object."""
     import pkgutil
 
     import ragged_attention.testing

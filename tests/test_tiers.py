@@ -1,4 +1,4 @@
-"""The covering tier keeps to its time budget and leaves out no group. Together with the rest it has all tests."""
+"""The covering tier keeps to its time budget and runs every group of tests. With the rest, it has all tests."""
 
 import json
 import zlib

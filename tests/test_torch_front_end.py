@@ -39,7 +39,7 @@ def test_attention_passes_opcheck(cache: torch.dtype | None, return_lse: bool) -
     arguments = operator_arguments("ragged_paged_attention", **batch(cache=cache), **given)
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if cache == torch.float8_e4m3fn:
-        checks.remove("test_schema")  # it computes on its inputs, and torch has no arithmetic for this dtype
+        checks.remove("test_schema")  # this check needs arithmetic on its inputs, which torch lacks for this dtype
     torch.library.opcheck(torch.ops.ragged_attention.ragged_paged_attention.default, arguments, test_utils=checks)
 
 
@@ -293,7 +293,7 @@ def test_numpys_integers_count() -> None:
 @pytest.mark.parametrize("backend", ["numba", "eager", "triton", "reference"])
 @pytest.mark.parametrize("size", [0, 4])
 def test_a_tensor_without_its_memory_is_refused(backend: str, size: int) -> None:
-    """A tensor whose storage was resized is refused. Libraries that free parameters between layers do this."""
+    """A tensor whose storage was resized is refused. Libraries that free parameters between layers resize storages."""
     names = ("q", "kv_pages", "kv_lens", "page_indices", "cu_q_lens", "out")
     for name in names:
         given: dict[str, Any] = {

@@ -44,7 +44,7 @@ def test_two_cores_agree_with_the_definition(mode: str) -> None:
 
 
 def sharded(how: str) -> dict[str, Any]:
-    """The JSON that `tests.sharded` prints for a mode of computation."""
+    """The result that `tests.sharded` prints as JSON for one of its arguments."""
     command = [sys.executable, "-m", "tests.sharded", how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -56,14 +56,14 @@ def test_sharded_heads_give_the_unsharded_result(how: str) -> None:
     found = sharded(how)
     assert found["devices"] == 8
     assert found["difference"] <= 2e-6
-    assert found["same"] or how == "xla"  # XLA may choose other loops for another number of heads
+    assert found["same"] or how == "xla"  # XLA may compile other loops for fewer heads per device
 
 
 def test_explicit_axes_are_refused_with_what_works_instead() -> None:
     found = sharded("explicit")
     text = "expected q on a mesh whose axes are Auto or Manual, got Explicit heads: call it by over_heads"
     counts = {backend: len(messages) for backend, messages in found["said"].items()}
-    assert counts == {"numba": 8, "xla": 4, "triton": 4, "reference": 4}  # `numba` is the default too
+    assert counts == {"numba": 8, "xla": 4, "triton": 4, "reference": 4}  # `numba` is called by name and as the default
     for backend, messages in found["said"].items():
         assert all(f"{backend}: {text}" in said for said in messages)
     assert found["explained"].count("got Explicit heads") >= 2

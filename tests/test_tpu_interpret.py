@@ -33,7 +33,7 @@ EXAMPLES = 2 if examples_of() == PROFILES["dev"] else examples_of() // 20
 
 @functools.cache
 def checks_by_operation() -> dict[str, dict[str, list[Check]]]:
-    """The checks of each operation by kind. Finding a check's operation takes about as long as a reference run."""
+    """The checks of each operation by kind. They are cached, because finding an operation takes a reference run."""
     found: dict[str, dict[str, list[Check]]] = collections.defaultdict(lambda: collections.defaultdict(list))
     for check in interpreter.checks():
         if operation := interpreter.operation_of(check):
@@ -46,7 +46,7 @@ def checks_of(operation: str) -> dict[str, list[Check]]:
 
 
 def representatives(operation: str, mode: str) -> list[str]:
-    """The names of the checks that represent all checks of an operation."""
+    """The names of the checks that represent all checks of an operation in a mode."""
     kinds = [[check for check in group if not DECLINED.search(str(check))] for group in checks_of(operation).values()]
     kinds = [group for group in kinds if group]
     share, every = {"on_wait": (0.25, 1), "eager": (0.75, 3)}[mode]
@@ -129,7 +129,7 @@ def test_a_faulty_kernel_fails(monkeypatch: pytest.MonkeyPatch, fault: str) -> N
 
 
 def test_a_kernel_that_runs_on_after_its_call_is_waited_for() -> None:
-    """A kernel that outlives its call is waited for. With one device, jax returns from some calls before they ran."""
+    """A kernel that outlives its call is waited for. With one device, jax returns from some calls before they run."""
     printed("-m", "tests.programs.late_tpu_interpreter", XLA_FLAGS="")
 
 

@@ -20,7 +20,10 @@ FIRST = {case.operation: case.name for case in reversed(CASES)}  # operation -> 
 
 
 def kinds_of(case: TpuCase) -> list[str]:
-    """The kinds of TPU to lower a case for: all in the larger profiles or for an operation's first case, else one."""
+    """The kinds of TPU for which a case is lowered.
+
+    In the larger profiles, and for an operation's first case, these are all kinds. Otherwise it is one kind.
+    """
     if examples_of() > PROFILES["dev"] or case.name in FIRST.values():
         return KINDS
     return [KINDS[CASES.index(case) % len(KINDS)]]

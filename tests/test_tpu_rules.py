@@ -51,7 +51,7 @@ def _is_view(node: ast.expr) -> bool:
 
 
 def _nodes_in(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a scope. It includes nested functions, but not their contents."""
+    """The nodes of a scope, including the nodes of nested functions themselves but not their contents."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, Function):
@@ -59,13 +59,16 @@ def _nodes_in(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _in_scope(scope: ast.AST, references: set[str], device: set[str]) -> Iterator[tuple[int, str]]:
-    """The (line, text) of broken rules about references and device values; the arguments name those of outer scopes."""
+    """The (line, text) of broken rules about references and device values.
+
+    `references` and `device` are the names of the references and device values of outer scopes.
+    """
     nodes = list(_nodes_in(scope))
     if isinstance(scope, Function):
         parameters = {argument.arg for argument in (*scope.args.args, *scope.args.kwonlyargs)}
         references, device = references - parameters, device - parameters
     references = references | set(filter(None, map(_reference_name, nodes)))
-    for _ in range(3):  # values may be computed from device values, up to three steps
+    for _ in range(3):  # a value may depend on a device value through up to three assignments
         for node in nodes:
             if isinstance(node, ast.Assign) and _on_device(node.value, references, device):
                 device = device | {name for target in node.targets for name in _bound_names(target)}
@@ -90,7 +93,7 @@ def _bound_names(target: ast.expr) -> list[str]:
 
 
 def _reference_name(node: ast.AST) -> str | None:
-    """The name that a node uses as a reference, as in `x.at` or `x[...]`."""
+    """The name that a node uses as a reference, such as x in `x.at` or `x[...]`, or None."""
     if isinstance(node, ast.Attribute) and node.attr == "at" and isinstance(node.value, ast.Name):
         return node.value.id
     whole = isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and node.slice.value is ...

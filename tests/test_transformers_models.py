@@ -30,7 +30,7 @@ from tests.with_transformers import registered as registered  # noqa: E402
 # transformers warns about its own code, and Python about forks.
 pytestmark = pytest.mark.filterwarnings("ignore")
 CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
-QUICK = "encoder-decoder"  # a family
+QUICK = "encoder-decoder"  # one family of models, which is quick to run
 KERNEL, DENSE = ["XAttention", "varlen_attention", ""], ["XAttention", "dense attention in torch", "it drops weights"]
 
 
@@ -145,7 +145,7 @@ def test_no_difference_hides() -> None:
 
 
 def outcome_of(found: Any, *others: Any, theirs: float = 1.0, by_sdpa: float | None = None) -> Outcome:
-    """The outcome of a comparison if transformers' attention gives `theirs` and ours gives (or raises) `found`."""
+    """The outcome of a comparison if transformers' attention gives `theirs` and ours gives `found`, or raises it."""
 
     def run(model: Any, attention: str) -> Any:
         if attention == ragged.NAME and isinstance(found, Exception):

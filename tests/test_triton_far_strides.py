@@ -64,7 +64,8 @@ def test_rows_of_logits_may_be_far_apart(walk: bool, paged: bool) -> None:
         arguments |= {"starts": far_strides.ints(0, 7, 3, 0, 9), "stops": far_strides.ints(20, 24, 9, 16, 12)}
     call = IndexerLogits(**arguments, device=device_of("torch"))
     stride, tile = 2**30 + 64, dataclasses.replace(indexer_logits.heuristic(call), walk=walk, block_n=16)
-    memory = unread(far_strides.FAR + 3 * stride, torch.float32)  # offsets that wrap around find memory too
+    # FAR elements precede the rows, so that offsets that wrap around stay in this memory.
+    memory = unread(far_strides.FAR + 3 * stride, torch.float32)
     logits = memory[far_strides.FAR :].view(3, stride)
     indexer_logits.enqueue(indexer_logits.work_of(call, LAUNCHER), tile, LAUNCHER, 2, 3, stride, logits, fill=True)
     want = rt.indexer_logits(**arguments, backend="triton", options={"walk": walk, "block_n": 16})

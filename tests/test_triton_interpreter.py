@@ -35,7 +35,7 @@ def launched() -> float:
 
 
 def test_the_language_is_prepared_once_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    launched()  # Triton's own functions have prepared their lasting state now
+    launched()  # the first launch prepares state of Triton that is never restored
     walks = []
     walk = interpreter._patch_builtin
     monkeypatch.setattr(interpreter, "_patch_builtin", lambda *given: (walks.append(given[0]), walk(*given))[1])

@@ -54,7 +54,7 @@ def with_arguments(operation: str, **change: Any) -> Function:
 
 
 def with_other(operation: str, name: str, change: Callable[[Any], Any]) -> Function:
-    """An operation's reference implementation, called with a changed array `name`, if there is such an array."""
+    """An operation's reference implementation, called with the argument `name` changed unless it is None."""
 
     def mutant(**arguments: Any) -> Any:
         array = arguments[name]
@@ -76,7 +76,7 @@ def with_lists_of_32_bits(operation: str) -> Function:
 
 
 def _moved_ranges(begin: int, end: int) -> Callable[[Any], Any]:
-    """A function that moves the begins and the ends of ranges."""
+    """A function that adds `begin` to the starts and `end` to the ends of key ranges."""
     return lambda ranges: np.add(ranges, [begin, end], dtype=np.int64)
 
 

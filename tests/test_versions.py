@@ -19,7 +19,7 @@ OLDEST, NEWEST = versions.ENVIRONMENTS["oldest"], versions.ENVIRONMENTS["newest"
 
 
 def allowed(oldest: str, newest: str) -> str:
-    """The specifier for versions from `oldest` to the release series of `newest`."""
+    """The version specifier that allows `oldest`, later versions, and the whole release series of `newest`."""
     release, minor = newest.split(".")[:2]
     return f">={oldest.removesuffix('.0')},<{release}.{int(minor) + 1}"
 
@@ -31,7 +31,7 @@ def asked_for(name: str) -> set[str]:
     }
 
 
-# No extra names jax's plugin.
+# jax's CUDA plugin is left out, because no extra names it.
 @pytest.mark.parametrize("name", sorted({**OLDEST.packages, **OLDEST.separate}.keys() - {"jax-cuda13-plugin"}))
 def test_what_was_tried_is_what_is_allowed(name: str) -> None:
     oldest, newest = ((each.packages | each.separate)[name] for each in (OLDEST, NEWEST))

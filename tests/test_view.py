@@ -39,7 +39,7 @@ def run_cli(capsys):
 
 
 class Reads:
-    """The cache slots that each program of the first KV head reads, the number of products, and the grids."""
+    """Records the cache slots that each program of the first KV head reads, and the launched grids."""
 
     def __init__(self) -> None:
         self.kernel = ""
@@ -79,7 +79,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Reads:
 
 
 def tensor(value: Any) -> Any:
-    """A tensor for a NumPy array, or with arbitrary values for an argument of which only the shape is known."""
+    """An array as a tensor, other values unchanged. A `FakeArray`, which only has a shape, gets arbitrary values."""
     if not isinstance(value, FakeArray):
         return torch.from_numpy(value) if hasattr(value, "dtype") else value
     kind = getattr(torch, value.dtype)
@@ -89,7 +89,7 @@ def tensor(value: Any) -> Any:
 
 
 def call_kernels(batch: view.Batch, tile: Any, reads: Reads) -> None:
-    """Run a batch's operation in Triton's interpreter, and record in `reads` what it reads of the cache."""
+    """Run a batch's operation in Triton's interpreter, and record in `reads` the cache slots that it reads."""
     front = importlib.import_module("ragged_attention.torch")
     arguments = {
         name: tensor(value) for name, value in (batch.sample.arguments(batch.operation) | batch.arrays()).items()

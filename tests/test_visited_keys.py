@@ -54,8 +54,8 @@ MASKS: dict[str, Callable[[], NDArray[np.int32]]] = {
     "two ranges apart": two_apart,
     "two ranges in turn": alternating,
 }
-GAPS = ("two ranges in turn",)  # a tile visits the keys between two ranges, but does not load them
-HALVES = ("chunks",)  # rows of a tile at a chunk's edge may share no key; its masked blocks may be half blocks
+GAPS = ("two ranges in turn",)  # masks for which a tile also visits the keys between two ranges, without loading them
+HALVES = ("chunks",)  # masks whose tiles may have half blocks, because rows at a chunk's edge may share no key
 
 
 # ---- recorded loads
@@ -83,7 +83,7 @@ def by_default() -> dict[Any, Program]:
 
 
 class Recorder:
-    """The loads of each program, by kernel, from arrays whose rows are contiguous."""
+    """Records the loads of each kernel's programs from arrays with contiguous rows."""
 
     def __init__(self) -> None:
         self.kernel, self.has_mask = "", True
@@ -115,7 +115,7 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     def load_without_mask(self: Any, *arguments: Any) -> Any:
         recorder.has_mask = False
         try:
-            return plain_load(self, *arguments)  # it calls the masked load
+            return plain_load(self, *arguments)  # which itself calls the masked load
         finally:
             recorder.has_mask = True
 
@@ -173,7 +173,7 @@ def expect_visits(
     assert np.all((whole_rows >= 0) & (whole_rows < length)), "rows beyond the sequence without a mask"
     assert np.any(seen, axis=0)[:, whole_rows].all(), "rows without a mask that not all see"
     by_all = np.zeros(-(-length // whole_size) * whole_size, bool)
-    by_all[:length] = seen.all(1).any(0)  # visible to all rows in one range
+    by_all[:length] = seen.all(1).any(0)  # keys that all rows see in the same range
     wanted = {int(block) for block in np.flatnonzero(by_all.reshape(-1, whole_size).all(1))} if unmasked else set()
     assert blocks_of(whole_rows, whole_size) == wanted, "blocks that all rows see, and no others, have no mask"
     assert len(whole) == len(wanted) * whole_size, "whole blocks are loaded whole"
@@ -185,7 +185,7 @@ def expect_visits(
 
 
 def expect_equal_cost(programs: dict[Any, Program], visits: dict[Any, int], name: str) -> None:
-    """Check that every visited block costs the same number of products, and other blocks cost none."""
+    """Check that all visited blocks cost equally many products, and that programs without visits compute none."""
     if name in GAPS:
         return
     costs = {programs[index].products / count for index, count in visits.items() if count}
@@ -202,7 +202,7 @@ def expect_keys(
     recorder: Recorder, kernel: str, ranges: NDArray[np.int32], sizes: tuple[int, int] = (BLOCK, BLOCK),
     *, heads: int = GROUP, unmasked: bool = True, of_slot: Callable[[int], int] = int,
 ) -> dict[Any, int]:  # fmt: skip
-    """Check a kernel whose programs own query rows; returns the number of blocks that each program visits.
+    """The number of blocks that each program of a kernel visits, after a check of its loads. Programs own query rows.
 
     `of_slot` gives the packed key of a row of `keys`.
     """
@@ -222,7 +222,7 @@ def expect_keys(
 
 
 def expect_rows(recorder: Recorder, ranges: NDArray[np.int32]) -> dict[Any, int]:
-    """`expect_keys` for the gradient of keys, whose programs own keys and visit blocks of query rows."""
+    """The result of `expect_keys` for the gradient of keys, whose programs own keys and visit blocks of query rows."""
     seen, programs, visits = seen_by_ranges(ranges), recorder.programs["dkv_kernel"], {}
     for index, program in programs.items():
         keys = program.rows("k")

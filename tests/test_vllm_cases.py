@@ -62,7 +62,7 @@ def test_keys_before_the_window_are_told_apart() -> None:
 
 
 def test_the_rule_is_one_of_whole_requests() -> None:
-    """A query sees itself, and its visible keys do not depend on which of the request's tokens are new."""
+    """Every query sees its own key, in a mask with a row for each query and a column for each key."""
     for case in CASES:
         for row, (q_len, kv_len) in enumerate(case.lens):
             seen = torch.from_numpy(case.sees(row))

@@ -5,13 +5,14 @@ Continuous integration runs the covering tier and one shard of the rest. The com
 everything runs over a series of commits.
 
 The covering tier has a budget of seconds. tests/durations.json has the recorded seconds of each group of tests. A group
-holds the cases of one test, in the suite the checks of one operation on one runner, and for a test that is marked with
-`each`, the cases of one value of the named parameter. Every group has the same allowance, the largest that fits the
-budget. A group that needs more time skips some of its cases, evenly spaced, but runs at least one. Only a case of more
-than LONGEST seconds is skipped entirely, unless its test is marked with `each`. Therefore all quick tests run, a new
-test runs whole until it is measured, and the suite checks every operation on every backend through both front ends.
+holds the cases of one test. In the suite, a group holds the checks of one operation on one runner. For a test that is
+marked with `each`, a group holds the cases of one value of the named parameter. Every group has the same allowance, the
+largest that fits the budget. A group that needs more time skips some of its cases, evenly spaced, but runs at least
+one. Only a case of more than LONGEST seconds is skipped entirely, unless its test is marked with `each`. Therefore all
+quick tests run, a new test runs whole until it is measured, and the suite checks every operation on every backend
+through both front ends.
 
-The rest are the skipped tests, and the tests that draw random batches, which draw more of them there.
+The rest are the skipped tests and all tests that draw random batches. In the rest, these draw more batches.
 """
 
 import bisect
@@ -33,7 +34,9 @@ TIERS = ("covering", "rest", "all")
 
 
 def quick_to_compile() -> str:
-    """XLA flags that halve the time of compiling for a CPU: each module in one piece, and the older fusion emitters.
+    """XLA flags that halve the time to compile for a CPU.
+
+    They compile each module in one piece and use the older fusion emitters.
 
     jaxlib 0.11 no longer has the older emitters, and XLA aborts the process if it does not know a flag.
     """
@@ -46,10 +49,10 @@ def quick_to_compile() -> str:
 
 
 QUICK_TO_COMPILE = quick_to_compile()
-# The sum of the recorded seconds of all tests in the covering tier. Two processes share them. Each has 480 s, of which
-# it needs the rest to collect the tests and for first cases, which compile kernels that other cases reuse.
+# The largest sum of recorded seconds of all tests in the covering tier. Two processes share the tests, and each has 480
+# s. The remaining time is for collecting the tests, and for first cases, which compile kernels that later cases reuse.
 BUDGET = 680.0
-LONGEST = 4.5  # seconds; a case that takes longer is not in the covering tier
+LONGEST = 4.5  # in seconds; a case that takes longer is not in the covering tier
 
 
 def add_options(group: Any) -> None:
@@ -103,13 +106,13 @@ def skipped_by_the_covering_tier(groups: Mapping[str, Sequence[str]], known: Dur
 
 
 def places_of(group: str, cases: int, taken: int) -> list[int]:
-    """The indices of the selected cases; the first depends on the group, so that runners select different checks."""
+    """The indices of the selected cases. The first index depends on the group, so runners select different checks."""
     first = zlib.crc32(group.encode()) % cases
     return [(first + number * cases // taken) % cases for number in range(taken)]
 
 
 def taken_of(group: str, cases: int, seconds: float, limit: float) -> int:
-    """The number of a group's cases that fit into the allowance `limit`; at least one, unless a case is too long."""
+    """The number of a group's cases that fit into the allowance `limit`: at least 1, unless a case is too long."""
     return min(cases, int(limit / seconds + 1e-6)) or int(seconds <= LONGEST or durations.is_of_each(group))
 
 

@@ -1,7 +1,7 @@
-"""Stand-ins for the modules of tpu-inference 0.32 that our backend meets, with their signatures, and a dense answer.
+"""Stand-ins for the modules of tpu-inference 0.32 that our backend uses, with their signatures, and dense attention.
 
-`python -m tests.tpu_inference_fakes` runs attention over meshes of two and four of eight virtual devices and prints how
-far the results are from those of one device.
+`python -m tests.tpu_inference_fakes` runs attention over meshes of two and of four virtual devices. It prints the
+largest differences from the results of one device.
 """
 
 import abc
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-if __name__ == "__main__":  # before jax looks for devices
+if __name__ == "__main__":  # jax reads this variable when it looks for devices
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 
 import jax
@@ -28,13 +28,13 @@ NO_PAGE = 12345
 
 
 class AttentionBackend(abc.ABC):
-    """tpu-inference's abstract class."""
+    """tpu-inference's abstract class of attention backends."""
 
     @abc.abstractmethod
     def get_kv_cache_shape(
         self, total_num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any
     ) -> tuple[int, ...]:
-        """One device's cache."""
+        """The shape of one device's cache."""
 
     @abc.abstractmethod
     def attention(
@@ -59,7 +59,7 @@ class AttentionBackend(abc.ABC):
         attn_logits_soft_cap: float | None,
         decode_query_size: int,
     ) -> tuple[jax.Array, jax.Array]:
-        """Cache and result."""
+        """The updated cache and the output of attention."""
 
 
 @functools.partial(
@@ -69,7 +69,7 @@ class AttentionBackend(abc.ABC):
 )
 @dataclasses.dataclass
 class AttentionMetadata:
-    """The fields that attention without context parallelism reads."""
+    """The metadata of a step, with the fields that attention without context parallelism reads."""
 
     input_positions: Any
     block_tables: Any = None
@@ -81,20 +81,20 @@ class AttentionMetadata:
 
 
 class ShardingAxisName:
-    """Names of the mesh's axes, as they are without options."""
+    """The default names of the mesh's axes."""
 
     ATTN_DATA = "data"
     ATTN_HEAD = "model"
 
 
 class PallasAttentionBackendImpl:
-    """What vLLM makes for each layer."""
+    """The class of which vLLM makes an instance for each layer."""
 
     attention_backend = "rpa"
 
 
 class PallasAttentionBackend:
-    """What vLLM looks up by its path."""
+    """The backend class that vLLM imports by its path."""
 
     @staticmethod
     def get_name() -> str:
@@ -107,7 +107,7 @@ class PallasAttentionBackend:
 
 @dataclasses.dataclass
 class Member:
-    """One of vLLM's backends."""
+    """A member of vLLM's enumeration of backends."""
 
     path: str
 
@@ -116,7 +116,7 @@ class Member:
 
 
 def registry() -> ModuleType:
-    """vLLM's module of backends, with the one that tpu-inference has by default."""
+    """vLLM's registry module, which has only tpu-inference's default backend."""
     module = ModuleType("vllm.v1.attention.backends.registry")
 
     class AttentionBackendEnum:
@@ -133,7 +133,7 @@ def registry() -> ModuleType:
 
 
 def modules() -> dict[str, ModuleType]:
-    """tpu-inference and vLLM, as far as they go here; what was registered is in `_REGISTERED_BACKENDS`."""
+    """The fake modules of tpu-inference and vLLM. `_REGISTERED_BACKENDS` has the registered backends."""
     names = (
         "tpu_inference", "tpu_inference.layers", "tpu_inference.layers.common", "tpu_inference.layers.vllm",
         "tpu_inference.layers.vllm.backends", "tpu_inference.layers.common.attention_backend",
@@ -161,7 +161,7 @@ def modules() -> dict[str, ModuleType]:
 
     backends, pallas = made[names[5]].__dict__, made[names[7]].__dict__
     backends |= {"AttentionBackend": AttentionBackend, "register_attention_backend": register_attention_backend}
-    made[names[8]].__dict__["mla_ragged_paged_attention"] = None  # the host's own kernel
+    made[names[8]].__dict__["mla_ragged_paged_attention"] = None  # stands for tpu-inference's own kernel
     backends["_REGISTERED_BACKENDS"] = registered
     backends["create_attention_backend"] = lambda name: registered[name]()
     made[names[6]].__dict__["ShardingAxisName"] = ShardingAxisName
@@ -171,7 +171,7 @@ def modules() -> dict[str, ModuleType]:
 
 
 def installed(folder: Path, version: str) -> str:
-    """A folder for `sys.path` in which a tpu-inference of that version has been installed, but for its modules."""
+    """The folder, for `sys.path`, after adding the metadata of an installed tpu-inference without its modules."""
     info = folder / f"tpu_inference-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: tpu-inference\nVersion: {version}\n")
@@ -184,7 +184,7 @@ def mesh_of(data: int = 1, model: int = 1) -> Mesh:
 
 @dataclasses.dataclass
 class Batch:
-    """A step's arrays in NumPy; `cache` is [P, G, 2K, D], of which the new rows are still missing."""
+    """A step's arrays in NumPy. `cache` [P, G, 2K, D] does not have the new rows yet."""
 
     q: np.ndarray
     k: np.ndarray
@@ -207,10 +207,10 @@ class Batch:
 
 
 def batch_of(lens: Sequence[tuple[int, int]], seed: int = 0) -> Batch:
-    """Sequences of (new tokens, all tokens), then two places of sequences and three rows of padding."""
+    """A batch of sequences (new tokens, all tokens), followed by two unused sequences and three padding rows."""
     generator = np.random.default_rng(seed)
     pages = [-(-kv_len // PAGE_SIZE) for _, kv_len in lens]
-    shuffled = generator.permutation(sum(pages) + 2)  # two pages of nobody
+    shuffled = generator.permutation(sum(pages) + 2)  # two more pages, which no sequence uses
     tables = np.full((len(lens) + 2, max(pages) + 1), NO_PAGE, np.int32)
     for row, count in enumerate(pages):
         tables[row, :count], shuffled = shuffled[:count], shuffled[count:]
@@ -232,7 +232,7 @@ def batch_of(lens: Sequence[tuple[int, int]], seed: int = 0) -> Batch:
 
 
 def written(batch: Batch) -> np.ndarray:
-    """The cache with the new rows in their slots."""
+    """The batch's cache with the new rows written to their slots."""
     cache = batch.cache.copy()
     for seq in range(batch.num_seqs):
         first, last = batch.cu_q_lens[seq : seq + 2]
@@ -254,7 +254,10 @@ def dense(
     soft_cap: float | None = None,
     sinks: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Softmax over whole rows of logits in float64, one query and head at a time; `cache` holds true values."""
+    """Attention by softmax over whole rows of logits in float64, for one query and head at a time.
+
+    `cache` holds dequantised values.
+    """
     out = np.zeros(batch.q.shape)
     group = batch.q.shape[1] // (cache.shape[2] // 2)
     for seq in range(batch.num_seqs):
@@ -277,7 +280,7 @@ def dense(
 
 
 def mla_layer(interface: ModuleType, batch: Batch, arrays: Sequence[Any], mesh: Mesh, **scales: Any) -> Any:
-    """Latent attention as the host's layers call their kernel: new latents in parts, heads shared out over a mesh."""
+    """Latent attention as tpu-inference's layers call their kernel, with heads sharded over a mesh."""
     md = batch.metadata()
     tables = md.seq_lens, md.block_tables, md.query_start_loc, md.request_distribution
 
@@ -294,7 +297,7 @@ def mla_layer(interface: ModuleType, batch: Batch, arrays: Sequence[Any], mesh: 
 
 
 def allotted(backend: Any, batch: Batch, dtype: Any, devices: int = 1) -> jax.Array:
-    """The batch's cache in an array as tpu-inference makes it: a device's shape, times devices in its heads."""
+    """The batch's cache in an array of tpu-inference's shape: that of one device, with `devices` times the heads."""
     num_pages, page_size, rows, head_dim = batch.cache.shape
     shape = list(backend.get_kv_cache_shape(num_pages, page_size, rows // 2 // devices, head_dim, dtype))
     shape[2] *= devices
@@ -302,7 +305,7 @@ def allotted(backend: Any, batch: Batch, dtype: Any, devices: int = 1) -> jax.Ar
 
 
 def call(backend: Any, batch: Batch, cache: jax.Array, mesh: Mesh, **changes: Any) -> tuple[jax.Array, jax.Array]:
-    """Attention as tpu-inference's layers call it."""
+    """The cache and the output of attention, called as by tpu-inference's layers."""
     settings: dict[str, Any] = {
         "head_dim_original": HEAD_DIM, "sm_scale": HEAD_DIM**-0.5, "attention_chunk_size": None, "q_scale": None,
         "k_scale": None, "v_scale": None, "sinks": None, "update_kv_cache": True, "use_causal_mask": True,
@@ -320,7 +323,7 @@ def call(backend: Any, batch: Batch, cache: jax.Array, mesh: Mesh, **changes: An
 
 
 def two_halves(backend: Any, dtype: Any) -> tuple[Any, Any]:
-    """Two batches side by side over the axis of data, and each by itself."""
+    """The results of two batches that are sharded over the data axis, and of the same batches run separately."""
     parts = [batch_of(((3, 7), (1, 5)), seed=seed) for seed in (1, 2)]
     caches = [allotted(backend, part, dtype) for part in parts]
     tables = [part.metadata() for part in parts]
@@ -335,7 +338,7 @@ def two_halves(backend: Any, dtype: Any) -> tuple[Any, Any]:
 
 
 def main() -> None:
-    """Print the largest differences from one device: heads over two devices and over four, batches over two."""
+    """Print the largest differences from one device, for heads over two and four devices and batches over two."""
     from ragged_attention import set_backend
     from ragged_attention.integrations import tpu_inference
 
@@ -356,7 +359,7 @@ def main() -> None:
     found["heads"] = differ(got, want)
     found["devices"] = len(got[1].sharding.device_set)
 
-    # Four devices for two KV heads: each head is kept twice, by neighbours.
+    # With four devices for two KV heads, two neighbouring devices hold copies of each head.
     pages, size, rows, columns = cache.shape
     twice = jnp.repeat(cache.reshape(pages, size, rows // 2, 2, columns), 2, axis=2).reshape(pages, size, -1, columns)
     shared, out = call(backend, batch, twice, mesh_of(model=4), sinks=sinks)

@@ -1,4 +1,7 @@
-"""Checks of the ways in which two cores share a decode; as a script it judges them like the interpreter's module."""
+"""Checks of decode whose work two cores divide, in every mode.
+
+As a script, the module runs these checks with the command line of testing.tpu_interpreter.
+"""
 
 import itertools
 import sys
@@ -12,7 +15,10 @@ MODES = tuple(itertools.product((None, "batch", "kv_head"), (True, False)))
 
 
 def check_of(megacore_mode: str | None, inline_seq_dim: bool) -> Check:
-    """Sequences of several lengths, none and a whole page among them, whose cores end at different times."""
+    """A check of a decode in which the cores end at different times.
+
+    The sequences have different lengths: one is empty, and one is a whole page.
+    """
 
     def run(runner: Runner, examples: int) -> int:
         del examples

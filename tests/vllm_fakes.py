@@ -1,7 +1,7 @@
-"""Stand-ins for the parts of vLLM that `ragged_attention.integrations.vllm` builds upon.
+"""Stand-ins for the parts of vLLM on which `ragged_attention.integrations.vllm` builds.
 
-They have vLLM's names, signatures and abstract methods, as of 0.33, and of what those do only as much as is needed to
-run a layer; `test_integration_vllm.py` compares them with vLLM where it is installed.
+They have the names, signatures and abstract methods of vLLM 0.33, and only enough behaviour to run a layer. If vLLM is
+installed, `test_integration_vllm.py` compares them with it.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ class AttentionMetadata:
 
 @dataclasses.dataclass
 class CommonAttentionMetadata:
-    """One step as vLLM's runner describes it; only what we read, and the required fields."""
+    """A step as vLLM's runner describes it, with the fields that we read or that vLLM requires."""
 
     query_start_loc: torch.Tensor
     query_start_loc_cpu: torch.Tensor
@@ -308,7 +308,7 @@ class MLACommonImpl(MLAAttentionImpl):
         self.supports_quant_query_input = True
 
     def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None):
-        output.fill_(7)  # what the tests know vLLM's own path by
+        output.fill_(7)  # the tests recognise vLLM's own path by this value
 
 
 # vllm.model_executor.layers.attention.sparse_mla_attention
@@ -340,14 +340,17 @@ class AttentionBackendEnum(enum.Enum):
 
 
 class Member:
-    """A name that has been added; as in vLLM, pickled by value, which only an enumeration that has it understands."""
+    """An added member of the enumeration.
+
+    It cannot be pickled. vLLM pickles members by value, and a process whose enumeration lacks the value cannot load it.
+    """
 
     def __reduce_ex__(self, protocol):
         raise ValueError("not a valid AttentionBackendEnum")
 
 
 class Registry:
-    """vLLM's enumeration, which grows, and what has been put in the place of its members."""
+    """vLLM's enumeration of backends, to which members can be added, and the class paths that override members."""
 
     def __init__(self) -> None:
         self.members: dict[str, Any] = dict(AttentionBackendEnum.__members__)
@@ -395,7 +398,10 @@ def _without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", device: str = "sm90") -> Iterator[Registry]:
-    """vLLM as far as it is faked, at a version, on a device; our classes are built upon it and forgotten afterwards."""
+    """A context in which a fake vLLM of a version is installed, for a device. It yields the registry of backends.
+
+    Our classes build on the fake, so the modules that define them are removed at the end.
+    """
     _without_vllm(monkeypatch)
     registry = Registry()
     contents: dict[str, dict[str, Any]] = {
@@ -427,7 +433,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.33.0", device: 
 
 
 def absent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if vLLM were not installed."""
+    """Pretend that vLLM is not installed."""
     _without_vllm(monkeypatch)
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
@@ -437,7 +443,10 @@ def absent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def unbound(monkeypatch: pytest.MonkeyPatch, name: str, device: str = "cpu") -> Iterator[Any]:
-    """A module of our plug-in beside a vLLM for a device, nothing of which is bound yet, whatever the environment."""
+    """A context that yields a module of our plug-in with a fake vLLM for a device.
+
+    Nothing of vLLM is replaced yet, whatever the environment variables say.
+    """
     for variable in (plug_in.CPU_VARIABLE, plug_in.INDEXER_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     with installed(monkeypatch, device=device):

@@ -1,4 +1,4 @@
-"""Stand-ins for what vLLM's MiniMax M3 is made of, with vLLM's names and signatures as of 0.32; see `vllm_fakes.py`."""
+"""Stand-ins for the parts of MiniMax M3 in vLLM, with the names and signatures of vLLM 0.32; see `vllm_fakes.py`."""
 
 import enum
 from types import SimpleNamespace
@@ -10,11 +10,11 @@ ARCHITECTURES = ("MiniMaxM3SparseForCausalLM", "MiniMaxM3SparseForConditionalGen
 
 
 class Missing(Exception):
-    """A kernel of vLLM was called, where there is no GPU for it."""
+    """The error of a call to one of vLLM's kernels, which need a GPU."""
 
 
 class Activation(enum.Enum):
-    """`MoEActivation`."""
+    """A stand-in for `MoEActivation`."""
 
     SILU = "silu"
     SWIGLUOAI = "swigluoai"
@@ -44,7 +44,7 @@ class MiniMAXGemmaRMSNorm:
 
 
 class CPUUnquantizedExperts:
-    """What it does is noted in `calls`."""
+    """A stand-in that records its calls in `calls`."""
 
     def __init__(self, **config: Any) -> None:
         self.moe_config, self.calls = SimpleNamespace(**config), []
@@ -104,7 +104,7 @@ class MiniMaxM3IndexerImpl(torch.nn.Module):
 
 
 def _anew(cls: type) -> type:
-    """A class in which methods can be replaced without a trace in the stand-in."""
+    """A copy of a class. Methods that are replaced in the copy stay unchanged in the stand-in."""
     return type(cls.__name__, (), {name: one for name, one in vars(cls).items() if name not in _OF_EVERY_CLASS})
 
 
@@ -112,7 +112,7 @@ _OF_EVERY_CLASS = ("__dict__", "__weakref__")
 
 
 def contents(backend: type) -> dict[str, dict[str, Any]]:
-    """The modules; `backend` is the stand-in of `AttentionBackend`."""
+    """The contents of vLLM's modules by name. `backend` is the stand-in for `AttentionBackend`."""
 
     class MiniMaxM3SparseBackend(backend):
         @classmethod

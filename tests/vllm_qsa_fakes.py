@@ -1,4 +1,4 @@
-"""Stand-ins for what vLLM's Qwen4 calls by name in its sparse attention, with vLLM's signatures as of 0.32."""
+"""Stand-ins for the functions that Qwen4's sparse attention in vLLM calls by name, with the signatures of vLLM 0.32."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ _HOME = "vllm.models.qwen4_exp"
 
 
 class Missing(Exception):
-    """A kernel of vLLM was called, where there is no GPU for it."""
+    """The error of a call to one of vLLM's kernels, which need a GPU."""
 
 
 def qsa_select_paged_decode(

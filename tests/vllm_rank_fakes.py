@@ -1,6 +1,6 @@
-"""Stand-ins for vLLM's group of ranks and for its exchanges of partial results, on threads of one process.
+"""Stand-ins for vLLM's groups of ranks and for the exchange of partial results. Ranks are threads of one process.
 
-They are those of `vllm.distributed.parallel_state` and `vllm.v1.attention.ops.dcp`; `vllm_fakes` puts them there.
+`vllm_fakes` puts them into `vllm.distributed.parallel_state` and `vllm.v1.attention.ops.dcp`.
 """
 
 import contextvars
@@ -12,7 +12,7 @@ import torch
 
 
 class Group:
-    """One rank's view of a group whose ranks are threads of this process, of which one runs at a time."""
+    """One rank's view of a group. The ranks are threads of this process, and one thread runs at a time."""
 
     def __init__(self, rank: int, sent: list[Any], meeting: threading.Barrier, turn: threading.Lock) -> None:
         self.world_size, self.rank_in_group = len(sent), rank
@@ -53,7 +53,7 @@ def get_dcp_group() -> Any:
 
 
 def on_ranks(size: int, function: Callable[[Group], Any]) -> list[Any]:
-    """What a function returns on each rank of a group; the caller's backend is in force on all of them."""
+    """The results of a function on each rank of a group. All ranks use the caller's backend settings."""
     sent, meeting, turn = [None] * size, threading.Barrier(size), threading.Lock()
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
@@ -81,7 +81,7 @@ def cp_lse_ag_out_rs(
     cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True, seq_lens=None,
     query_start_loc=None,
 ):  # fmt: skip
-    """Merges the ranks' results, and is stricter than vLLM: rows without keys must be 0 and -inf already."""
+    """The merged results of all ranks. Unlike in vLLM, rows without keys must already be 0, with an lse of -inf."""
     assert is_lse_base_on_e
     assert cp_attn_lse.dtype == torch.float32
     assert not cp_attn_lse.isnan().any()

@@ -1,6 +1,7 @@
-"""Stand-ins for what vLLM's sparse models call by name, with vLLM's signatures as of 0.32; see `vllm_fakes.py`.
+"""Stand-ins for the functions that vLLM's sparse models call by name, with the signatures of vLLM 0.32.
 
-What a GPU or a compiled library is needed for raises an error here, so that a test that gets through has run ours.
+Functions that need a GPU or a compiled library raise an error here. A test that passes has therefore called ours.
+`vllm_fakes.py` installs the stand-ins.
 """
 
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from tests import vllm_v4_fakes as v4
 
 
 class Missing(Exception):
-    """vLLM's own kernel was called, where there is none."""
+    """The error of a call to one of vLLM's own kernels, which do not exist here."""
 
 
 def fp8_fp4_mqa_logits(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, clean_logits):
@@ -62,7 +63,7 @@ def get_indexer_topk(backend):
 
 
 def indexer_topk(logits, seq_lens, next_n, topk_indices, topk_tokens, max_seq_len):
-    """`SparseIndexerTopk.forward`, without self: what `get_indexer_topk` returns."""
+    """A stand-in for the result of `get_indexer_topk`: the bound method `SparseIndexerTopk.forward`."""
 
 
 def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None):
@@ -113,7 +114,7 @@ def current_workspace_manager():
 
 
 def contents(device: str) -> dict[str, dict[str, Any]]:
-    """The modules of a vLLM for "cpu", for "sm" with a compute capability, or for "gfx1200"."""
+    """The contents of vLLM's modules by name, for a device: "cpu", "sm90" and the like, or "gfx1200" and the like."""
 
     class Platform:
         def is_cpu(self) -> bool:

@@ -1,10 +1,10 @@
-"""Stand-ins for what vLLM's DeepSeek-V4 calls by name on a CPU, with vLLM's signatures as of 0.32."""
+"""Stand-ins for the functions that DeepSeek-V4 in vLLM calls by name on a CPU, with the signatures of vLLM 0.32."""
 
 from typing import Any
 
 
 class Missing(Exception):
-    """A Triton kernel of vLLM was called, where there is no compiler for it."""
+    """The error of a call to one of vLLM's Triton kernels, which need a compiler."""
 
 
 def compute_token_to_req_indices(query_start_loc, out, num_mapped_tokens, num_tokens):
@@ -36,7 +36,7 @@ def forward_mqa(self, q, kv, positions, output):
     raise Missing
 
 
-# The names of vLLM's kernels, where those of the functions above are others.
+# The names in vLLM of the functions above. Three of them are kernels with other names.
 KERNELS = {
     "_COMPRESSED_SLOT_MAPPING_KERNEL": compressed_slot_mapping,
     "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL": compute_swa_indices_and_lens,
@@ -47,7 +47,7 @@ KERNELS = {
 
 
 def contents() -> dict[str, dict[str, Any]]:
-    """The modules of a vLLM for CPUs."""
+    """The contents of vLLM's modules by name, for CPUs."""
 
     class DeepseekV4CPUAttention:
         pass

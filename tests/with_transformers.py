@@ -1,4 +1,4 @@
-"""What tests of the transformers integration begin with and end with."""
+"""Fixtures and helpers for tests of the transformers integration."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 
 
 def padding(kind: str) -> Any:
-    """The attention mask [3, 13] of a batch with padding of a kind."""
+    """The attention mask [3, 13] of a batch. Padding is on the left or right, in holes, or missing, as `kind` says."""
     torch = pytest.importorskip("torch")
     shown = torch.ones(3, 13, dtype=torch.long)
     if kind == "left":
@@ -25,7 +25,7 @@ def random(*size: int, seed: int = 0) -> Any:
 
 
 def assert_close(found: Any, expected: Any, shown: Any = None) -> None:
-    assert found.isfinite().all()  # also where it is padding
+    assert found.isfinite().all()  # at padding too
     if shown is not None:
         found, expected = found[shown.bool()], expected[shown.bool()]
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
@@ -33,7 +33,7 @@ def assert_close(found: Any, expected: Any, shown: Any = None) -> None:
 
 @pytest.fixture
 def registered() -> Iterator[None]:
-    """Our attention is known to transformers, no call of it is counted yet, and torch has one thread."""
+    """Register our attention with transformers, with an empty list of calls and one thread for torch."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from ragged_attention.integrations import transformers as ragged
