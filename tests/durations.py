@@ -92,7 +92,9 @@ def exists(group: str) -> bool:
 
 
 def add_options(group: Any) -> None:
-    group.addoption("--keep-durations", action="store_true", help=f"write how long groups of tests took to {FILE.name}")
+    group.addoption(
+        "--keep-durations", action="store_true", help=f"write the durations of groups of tests to {FILE.name}"
+    )
 
 
 def note(item: pytest.Item, group: str, cases: int) -> None:

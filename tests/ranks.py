@@ -669,7 +669,7 @@ def check_death(rank: int, size: int) -> None:
         sys.stdout.write(json.dumps({"rank": rank, "seconds": time.monotonic() - began, "said": str(error)}) + "\n")
         sys.stdout.flush()
         raise
-    raise AssertionError("a rank is gone, and nothing was said")
+    raise AssertionError("a rank died, and no error was raised")
 
 
 def check_silence(rank: int, size: int) -> None:

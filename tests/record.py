@@ -20,7 +20,9 @@ PROPERTY = "answered"
 
 
 def add_options(group: Any) -> None:
-    group.addoption("--record", metavar="FILE", help="write to FILE, as JSON, which operations ran on which backends")
+    group.addoption(
+        "--record", metavar="FILE", help="write the operations and the backends that ran them to FILE, as JSON"
+    )
 
 
 @pytest.hookimpl(wrapper=True)

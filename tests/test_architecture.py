@@ -258,7 +258,7 @@ def test_kinds_are_asked_for_by_tuples_where_torch_compiles():
     for path in [PACKAGE / "config.py", *(path for folder in folders for path in sources(PACKAGE / folder))]:
         calls = calls_in(ast.parse(path.read_text()), "isinstance")
         lines = [call.lineno for call in calls if isinstance(call.args[1], ast.BinOp)]
-        assert not lines, f"{name_of(path)} asks isinstance of a union in lines {lines}: expected a tuple of types"
+        assert not lines, f"{name_of(path)} calls isinstance with a union in lines {lines}: expected a tuple of types"
 
 
 def test_nothing_but_the_tests_imports_the_test_kit():
@@ -299,7 +299,7 @@ def test_functions_are_short(path):
         start = node.body[1].lineno if ast.get_docstring(node) and len(node.body) > 1 else node.lineno
         lines = (node.end_lineno or 0) - start + 1
         limit = 250 if is_kernel(node) else 65
-        assert lines <= limit, f"{name_of(path)}: {node.name} has {lines} lines, {limit} are allowed"
+        assert lines <= limit, f"{name_of(path)}: {node.name} has {lines} lines, but only {limit} are allowed"
 
 
 TRITON = [path for path in all_sources() if "kernels_triton" in path.parts]

@@ -14,7 +14,7 @@ import pytest
 from ragged_attention.host import caches
 from tests.apart import apart, printed
 
-posix = pytest.mark.skipif(sys.platform == "win32", reason="files have other owners and modes here")
+posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no POSIX owners and modes of files")
 
 
 @pytest.fixture

@@ -525,7 +525,7 @@ def test_too_much_to_travel_is_said(
 def test_the_tree_leaves_room_for_what_travels() -> None:
     """The working tree leaves 40 MiB of the size limit for compiled kernels and peers."""
     if not (ROOT / ".git").exists():
-        pytest.skip("git is asked what belongs to the tree")
+        pytest.skip("git lists the files of the tree, and this is not a git checkout")
     assert 0 < prepare.tree_size() < prepare.LIMIT - 40 * 2**20
 
 
@@ -635,7 +635,7 @@ def test_every_process_finds_what_was_carried(travelling: Path, made: dict[str, 
 
 def test_the_tree_that_is_rehearsed_has_no_git_and_every_link(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
-        pytest.skip("git is asked what belongs to the tree")
+        pytest.skip("git lists the files of the tree, and this is not a git checkout")
     rehearse.copy(tmp_path / "tree")
     assert not (tmp_path / "tree" / ".git").exists()
     assert (tmp_path / "tree" / "src" / "ragged_attention" / "kernels_triton" / "mla_decode.py").is_file()

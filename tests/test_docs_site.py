@@ -26,8 +26,8 @@ def test_every_page_is_in_the_navigation_once(tmp_path):
     listed = site.navigation()
     assert len(listed) == len(set(listed))
     ours = {site.place(path) for path in (ROOT / "docs").rglob("*") if path.suffix in (".md", ".ipynb")}
-    assert ours <= set(listed), "a page of docs/ that zensical.toml does not list"
-    assert set(listed) <= set(site.stage(tmp_path)), "zensical.toml lists a page that is not there"
+    assert ours <= set(listed), "zensical.toml does not list all pages of docs/"
+    assert set(listed) <= set(site.stage(tmp_path)), "zensical.toml lists a page that does not exist"
 
 
 def test_staged_links_lead_to_staged_files(tmp_path):

@@ -275,7 +275,7 @@ def test_every_optional_argument_has_a_value_here(operation):
 def test_features_are_optional_arguments(operation):
     for backend, module in modules(operation).items():
         unknown = module.FEATURES - CALLS[operation].DEFAULTS.keys()
-        assert not unknown, f"{backend} lists {', '.join(unknown)} for {operation}"
+        assert not unknown, f"{operation} has no optional argument {', '.join(unknown)}, which {backend} lists"
 
 
 def refusable(operation: str) -> list[str]:

@@ -9,7 +9,7 @@ from ragged_attention.host import forking
 from ragged_attention.host.interpreting import interpreting
 from tests.apart import printed
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no os.fork")
 
 
 def test_a_fork_waits_until_nothing_is_half_done() -> None:

@@ -62,7 +62,9 @@ BOUND = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM's library has the operators")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="the installed vLLM's library has the operators"
+)
 @pytest.mark.parametrize("device", BOUND)
 def test_ours_are_where_vllm_has_none(device, monkeypatch):
     with fakes.installed(monkeypatch, device=device):

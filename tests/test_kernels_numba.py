@@ -171,7 +171,7 @@ def test_subnormal_numbers_stay_where_arithmetic_takes_them_for_0() -> None:
     values = np.concatenate([small.view(np.float32), np.zeros(LANES, np.float32)])
     stored = (small >> 16).astype(np.uint16)
     if not torch.set_flush_denormal(True):
-        pytest.skip("this CPU cannot")
+        pytest.skip("this CPU cannot flush subnormal numbers")
     try:
         copied, from_bfloat16 = (widened(name, each, len(small))[: len(small)].view(np.uint32)
                                  for name, each in (("float32", values), ("bfloat16", stored)))  # fmt: skip
@@ -380,7 +380,7 @@ def test_calls_of_several_threads_do_not_disturb_each_other() -> None:
     assert not wrong
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are not kept to here")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux enforces the memory limit that this test sets")
 def test_threads_that_a_call_has_started_end_before_it() -> None:
     assert printed("-m", "tests.programs.numba_in_a_fork") == "well\n"
 
@@ -710,7 +710,7 @@ def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_thr
 
 
 @pytest.mark.parametrize("operation", ["paged", "latent", "packed", "gradient"])
-@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="the test protects memory by calls of Linux")
 def test_blocks_of_keys_that_no_query_sees_are_not_read(operation: str) -> None:
     for mask in ("ranges", "lists")[: 1 if operation == "latent" else 2]:
         assert printed("-m", "tests.programs.unseen_keys", operation, mask) == "well\n"

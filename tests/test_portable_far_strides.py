@@ -12,4 +12,4 @@ from tests import far_strides  # noqa: E402
 def test_strides_may_exceed_32_bits(name: str, axis: int, backend: str) -> None:
     found, expected = far_strides.called(name, axis, backend), far_strides.near(name, backend)
     for got, want in zip(found, expected, strict=True):
-        assert torch.equal(got, want), f"at most {float((got.double() - want.double()).abs().max())} apart"
+        assert torch.equal(got, want), f"largest difference: {float((got.double() - want.double()).abs().max())}"

@@ -48,7 +48,9 @@ def numbered(pieces: list[list[str]]) -> list[object]:
 
 def expect_agreement(arch: str, names: list[str], triton: str | None = None, framework: str = "torch") -> None:
     if triton is not None and not Path(triton).is_dir():
-        pytest.skip(f"make {EARLIEST.name} installs it, as make test-all and make test-shard do")
+        pytest.skip(
+            f"the earliest Triton is missing: make {EARLIEST.name} installs it, as do make test-all and make test-shard"
+        )
     wrong = []
     for verdict in ptx_runner.judged(arch, names, triton=triton, framework=framework):
         ANSWERED.update((operation, "ptx") for operation in verdict.answered)  # the checks ran in another process

@@ -210,7 +210,7 @@ def test_a_spec_makes_the_same_valid_batch_again(spec: Spec) -> None:
         for one, other in parts or [(value, again.arguments()[name])]:
             np.testing.assert_array_equal(one, other)
     out, lse = batch.expected()
-    assert np.isfinite(out).all(), "what must not be read was read"
+    assert np.isfinite(out).all(), "the reference read a poisoned slot"
     assert not np.isnan(lse).any()
 
 
@@ -274,7 +274,7 @@ def test_a_latent_spec_makes_the_same_valid_batch_again(spec: PrefillSpec | Deco
         np.testing.assert_array_equal(value, again.arguments()[name])
     definition = sparse_mla_prefill if isinstance(spec, PrefillSpec) else mla_decode
     results, wide = definition(**batch.arguments()), definition(**batch.widened().arguments())
-    assert np.isfinite(results[0]).all(), "what must not be read was read"
+    assert np.isfinite(results[0]).all(), "the reference read a poisoned slot"
     for result, other in zip(results, wide, strict=True):
         np.testing.assert_allclose(other, result, atol=1e-6)
 

@@ -200,7 +200,7 @@ def test_programs_read_the_keys_that_the_view_says(reads: Reads, name: str, monk
         for visit in program.visits:
             for start in range(visit.start, visit.stop, visit.block):
                 block = set(range(start, start + visit.block))
-                assert positions & block, "a block of which no key is read"
+                assert positions & block, "the kernel reads no key of a shown block"
                 assert visit.masked or block <= positions
                 positions -= block
         assert not positions

@@ -1,4 +1,4 @@
-"""The tests that a run selects: the covering tier, the rest, or all tests; and of these optionally one shard.
+"""The tests that a run selects: the covering tier, the rest, or all tests. Optionally only one shard of these runs.
 
 The covering tier is a representative part of the tests. `make test` runs it, and `make test-all` runs everything.
 Continuous integration runs the covering tier and one shard of the rest. The commit selects the shard, so that
@@ -49,14 +49,16 @@ def quick_to_compile() -> str:
 
 
 QUICK_TO_COMPILE = quick_to_compile()
-# The largest sum of recorded seconds of all tests in the covering tier. Two processes share the tests, and each has 480
-# s. The remaining time is for collecting the tests, and for first cases, which compile kernels that later cases reuse.
+# The largest sum of recorded seconds of all tests in the covering tier. Two processes share the tests. Each has 480 s.
+# The remaining time is for collecting the tests, and for first cases, which compile kernels that later cases reuse.
 BUDGET = 680.0
 LONGEST = 4.5  # in seconds; a case that takes longer is not in the covering tier
 
 
 def add_options(group: Any) -> None:
-    group.addoption("--tier", choices=TIERS, help="default: covering; all in larger profiles and for tests by their id")
+    group.addoption(
+        "--tier", choices=TIERS, help="default: covering, or all in larger profiles and if tests are named by id"
+    )
     group.addoption(
         "--shard", metavar="WHICH/COUNT", help="run one shard of these tests; WHICH is a number or any text"
     )
@@ -69,7 +71,7 @@ def tier_of(config: pytest.Config) -> str:
 
 
 def configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "each(parameter): at least one case of each of its values runs")
+    config.addinivalue_line("markers", "each(parameter): run at least one case for each value of the parameter")
     if tier_of(config) == "covering":
         # Tests of jax spend most of their time compiling. In the other tiers, XLA optimises as it does for users.
         os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
