@@ -25,6 +25,7 @@ from benchmarks.device import cuda as device_cuda
 from benchmarks.device.pool import PhaseRun, Pool, environment, last_dump
 from benchmarks.device.record import NAME, Record
 from ragged_attention import dispatch
+from ragged_attention.calls import CALLS
 from ragged_attention.kernels_cuda import _latent, _native, make_decode_schedule, mla_decode
 from ragged_attention.kernels_cuda._build import toolchain
 from ragged_attention.tools import samples
@@ -759,6 +760,9 @@ def test_a_record_becomes_rows_a_table_and_proven_kernels(checkout: Path) -> Non
     assert row in status
     assert "| `ragged_paged_attention` | `triton` | AMD | | never | | not yet verified on hardware |" in status
     assert publish.NOTHING not in status
+    summary_of_nvidia = f"- **NVIDIA** ({DEVICE}): 2 of {len(CALLS)} operations have run. These have never run: `write_"
+    assert summary_of_nvidia in " ".join(status.split())
+    assert "- **AMD**: nothing has run there yet." in status
     readme = (checkout / "README.md").read_text()
     assert "| case | ours, µs | limit / ours | vLLM's Triton |" in readme
     assert "| decode, 64 sequences of 4k keys | 200 (triton) | 80% | 1.50 |" in readme
