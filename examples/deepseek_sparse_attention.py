@@ -136,7 +136,7 @@ def attend(layer: Layer, cache: Cache, step: Step, topk: int) -> tuple[torch.Ten
 
     index_q, weights = layer.index_queries(hidden, positions)
     chosen = indexer_topk(index_q, cache.index_keys, weights, topk, **tables)
-    slots = page_indices_to_slots(chosen, cache.page_indices[step.seqs], PAGE_SIZE)
+    slots = page_indices_to_slots(chosen, cache.page_indices, PAGE_SIZE, cu_q_lens=step.cu_q_lens)
 
     q = layer.absorbed_queries(hidden, positions)
     if len(q) == len(step.kv_lens):  # one token of each sequence

@@ -226,6 +226,8 @@ CALLS_WITH: dict[str, list[dict[str, Any]]] = {
     "page_indices_to_slots": [
         {"positions": ints([[3, 9], [-1, 5]], [[11, 12], [0, 7]]), "page_indices": TABLES["page_indices"],
          "page_size": 4},
+        {"positions": ints([3, 9], [-1, 5], [11, 12], [0, 7]), "page_indices": TABLES["page_indices"], "page_size": 4,
+         "cu_q_lens": ints(0, 3, 99), "num_seqs": ints(1)},
     ],
     "quantize_kv": [
         {"x": floats(2, 3, 2, 16), "format": "int4_token_head", "scale": 0.5, "zero": "stored",

@@ -570,6 +570,14 @@ def test_positions_become_slots() -> None:
     assert page_indices_to_slots(np.array([0, 5]), np.zeros((2, 0)), 4).tolist() == [-1, -1]
 
 
+def test_rows_of_a_ragged_batch_become_slots() -> None:
+    table, positions = np.array([[3, 1], [7, 0], [2, 2]]), np.array([[0, 5], [4, -1], [7, 8], [1, 1], [6, 2]])
+    slots = page_indices_to_slots(positions, table, 4, cu_q_lens=np.array([0, 1, 1, 4]))
+    assert slots.tolist() == [[12, 5], [8, -1], [11, -1], [9, 9], [-1, -1]]
+    slots = page_indices_to_slots(positions, table, 4, cu_q_lens=np.array([0, 1, 2, -9]), num_seqs=np.array([2]))
+    assert slots.tolist() == [[12, 5], [0, -1], [-1, -1], [-1, -1], [-1, -1]]
+
+
 SLOTS = np.array([4, -1, 0, 99, 4, -(2**63)])
 
 

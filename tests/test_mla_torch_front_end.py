@@ -110,6 +110,7 @@ def test_schedules_and_slots_pass_opcheck() -> None:
     check_operator("make_decode_schedule", None, 2, 2, 3, topk=128, extra_topk=64, num_parts=7)
     tables = dense("plain")["page_indices"]
     check_operator("page_indices_to_slots", ints([[0, 5], [-1, 11]], [[2, 2], [3, 99]]), tables, 4)
+    check_operator("page_indices_to_slots", ints([0, 5], [2, 2], [3, 9]), tables, 4, cu_q_lens=ints(0, 1, 3))
 
 
 def engine_step(q: Any, new: Any, cache: Any, slots: Any, page_indices: Any, kv_lens: Any, positions: Any) -> Any:

@@ -1308,6 +1308,12 @@ STATIC = [
     slots(InvalidInput, "expected page_indices.shape to be [S, M] = [2, M], got [3, 1]",
           page_indices=ints([0], [1], [2])),
     slots(InvalidInput, "expected page_size >= 1, got 0", page_size=0),
+    slots(InvalidInput, "expected num_seqs only with cu_q_lens, got it alone", num_seqs=1),
+    slots(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got 3", num_seqs=3, cu_q_lens=ints(0, 1, 2)),
+    slots(InvalidInput, "expected num_seqs to be int32 of shape [1], got int32[2]", num_seqs=ints(1, 2),
+          cu_q_lens=ints(0, 1, 2)),
+    slots(InvalidInput, "expected cu_q_lens.shape to be [S + 1] = [3], got [2]", cu_q_lens=ints(0, 2)),
+    slots(InvalidInput, "expected cu_q_lens.dtype to be int32, got float32", cu_q_lens=ones(3)),
 ]  # fmt: skip
 
 VALUES = [
@@ -1333,6 +1339,10 @@ VALUES = [
             slot_mapping=ints(0, 1, 24, -1)),
     write(InvalidInput, "expected slot_mapping[2] to be -1 or between 0 and 23, got 24",
           slot_mapping=ints(0, 1, 24, 2)),
+    slots(InvalidInput, "expected cu_q_lens to ascend, got 2, 1 at sequence 1", cu_q_lens=ints(0, 2, 1)),
+    slots(InvalidInput, "expected cu_q_lens[2] <= num_tokens=2, got 3", cu_q_lens=ints(0, 2, 3)),
+    slots(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got 5", cu_q_lens=ints(0, 1, 2),
+          num_seqs=ints(5)),
     write(InvalidInput, "expected slot_mapping[0] to be -1 or between 0 and 23, got -2",
           slot_mapping=ints(-2, 1, 2, 3)),
     write(InvalidInput, "expected page_indices[0, 0] between 0 and 5, got 8",

@@ -28,7 +28,14 @@ from ragged_attention.calls.fields import (
     field,
     is_array,
 )
-from ragged_attention.calls.paged import PagesCall, TableWrite, expect_packed_rows, live_sequences, tables_for_slots
+from ragged_attention.calls.paged import (
+    PagesCall,
+    TableWrite,
+    check_rows,
+    expect_packed_rows,
+    live_sequences,
+    tables_for_slots,
+)
 from ragged_attention.errors import InvalidInput
 
 BYTES = ("uint8", "float8_e4m3fn", "int8")
@@ -309,12 +316,32 @@ class PageIndicesToSlots(Call):
     positions: Any = field(ArrayKind())
     page_indices: Any = field(ArrayKind())
     page_size: int = field(Integer(least=1))
+    cu_q_lens: Any = field(ArrayKind(), default=None)
+    num_seqs: Any = field(Count(), default=None)
 
     def _check(self, sizes: Sizes) -> None:
         rank = len(self.positions.shape) if is_array(self.positions) else 1
-        letters = " ".join(("S", *(f"N{axis}" for axis in range(1, rank))))
-        expect_array("positions", self.positions, letters, ("int32",), {})
-        expect_array("page_indices", self.page_indices, "S M", ("int32",), {"S": self.positions.shape[0]})
+        first = "S" if self.cu_q_lens is None else "T"
+        letters = " ".join((first, *(f"N{axis}" for axis in range(1, rank))))
+        expect_array("positions", self.positions, letters, INT32, {})
+        expect_array("page_indices", self.page_indices, "S M", INT32, {first: self.num_tokens})
+        if self.cu_q_lens is not None:
+            expect_array("cu_q_lens", self.cu_q_lens, "S+1", INT32, {"S": self.page_indices.shape[0]})
+        elif self.num_seqs is not None:
+            raise InvalidInput("expected num_seqs only with cu_q_lens, got it alone")
+
+    @classmethod
+    def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:
+        return live_sequences(super().prepare(arguments, arrays))
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of rows of `positions`."""
+        return self.positions.shape[0]
+
+    def check_values(self) -> None:
+        if self.cu_q_lens is not None:
+            check_rows(self)
 
     def results(self) -> tuple[Result, ...]:
         return (Result(self.positions.shape, "int32"),)

@@ -149,15 +149,12 @@ def live_sequences(arguments: dict[str, Any]) -> dict[str, Any]:
     If `num_seqs` is an array, the tables keep their size, because reading it would wait for the device.
     """
     count = arguments["num_seqs"]
-    if not is_integer(count) or not is_array(arguments["kv_lens"]):
-        return arguments
-    expect_num_seqs(count, arguments["kv_lens"].shape[0])
-    return arguments | {
-        "kv_lens": arguments["kv_lens"][:count],
-        "page_indices": arguments["page_indices"][:count],
-        "cu_q_lens": arguments["cu_q_lens"][: count + 1],
-        "num_seqs": None,
-    }
+    tables = {name: arguments[name] for name in TABLES if name in arguments}
+    if not is_integer(count) or not all(is_array(table) and len(table.shape) for table in tables.values()):
+        return arguments  # the record raises if an array is missing
+    expect_num_seqs(count, tables["page_indices"].shape[0])
+    live = {name: table[: count + (name == "cu_q_lens")] for name, table in tables.items()}
+    return arguments | live | {"num_seqs": None}
 
 
 def with_wide_queries(arguments: dict[str, Any], cache: Any, arrays: Arrays) -> dict[str, Any]:
@@ -625,27 +622,36 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
         return super().arguments_of_write(arguments) | {"k": k, "v": v}
 
 
+def check_rows(call: Any) -> list[int]:
+    """The number of rows of each live sequence. Raise `InvalidInput` for invalid `num_seqs` and `cu_q_lens`.
+
+    Expects NumPy arrays.
+    """
+    num_tokens, max_num_seqs = call.num_tokens, call.page_indices.shape[0]
+    count = max_num_seqs if call.num_seqs is None else int(np.asarray(call.num_seqs).reshape(()))
+    expect_num_seqs(count, max_num_seqs)
+    starts = call.cu_q_lens[: count + 1].astype(np.int64)
+    if count and starts[0] != 0:
+        raise InvalidInput(f"expected cu_q_lens[0] = 0, got {starts[0]}")
+    for seq in range(count):
+        if starts[seq + 1] < starts[seq]:
+            raise InvalidInput(f"expected cu_q_lens to ascend, got {starts[seq]}, {starts[seq + 1]} at sequence {seq}")
+        if starts[seq + 1] > num_tokens:
+            raise InvalidInput(f"expected cu_q_lens[{seq + 1}] <= {num_tokens=}, got {starts[seq + 1]}")
+    return np.diff(starts).tolist()
+
+
 def check_ragged_values(call: Any, *, max_q_len: int | None = None, ratio: int = 1, within: bool = True) -> None:
     """Raise `InvalidInput` for the first invalid value in the tables of a ragged call. Expects NumPy arrays.
 
     A page holds `page_size` rows, and each row stands for `ratio` tokens. With `within`, a sequence must have at least
     as many keys as queries. A call over a part of the cache may have fewer keys, so it passes `within=False`.
     """
-    num_tokens, page_size = call.num_tokens, call.page_size
-    max_num_seqs, pages_per_seq = call.page_indices.shape
-    count = max_num_seqs if call.num_seqs is None else int(np.asarray(call.num_seqs).reshape(()))
-    expect_num_seqs(count, max_num_seqs)
+    page_size, pages_per_seq = call.page_size, call.page_indices.shape[1]
     formula = "pages_per_seq * page_size" if ratio == 1 else "(pages_per_seq * page_size + 1) * ratio - 1"
     longest = (pages_per_seq * page_size + 1) * ratio - 1  # the last ratio - 1 tokens have no row yet
-    starts = call.cu_q_lens[: count + 1].astype(np.int64)
-    if count and starts[0] != 0:
-        raise InvalidInput(f"expected cu_q_lens[0] = 0, got {starts[0]}")
-    for seq in range(count):
-        q_len, kv_len = int(starts[seq + 1] - starts[seq]), int(call.kv_lens[seq])
-        if q_len < 0:
-            raise InvalidInput(f"expected cu_q_lens to ascend, got {starts[seq]}, {starts[seq + 1]} at sequence {seq}")
-        if starts[seq + 1] > num_tokens:
-            raise InvalidInput(f"expected cu_q_lens[{seq + 1}] <= {num_tokens=}, got {starts[seq + 1]}")
+    for seq, q_len in enumerate(check_rows(call)):
+        kv_len = int(call.kv_lens[seq])
         if max_q_len is not None and q_len > max_q_len:
             raise InvalidInput(f"expected no sequence of more than {max_q_len=} queries, got {q_len} at {seq}")
         if not 0 <= kv_len <= longest:

@@ -114,6 +114,18 @@ def bounds_of(cu_lens: Any, num_tokens: int, num_seqs: Any = None) -> tuple[jax.
     return edges[:-1], jnp.maximum(edges[:-1], edges[1:])
 
 
+def sequences_of_tokens(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
+    """The sequence of each token, and the number of its tokens from this one on, i32 [T] each.
+
+    A token of no live sequence has a number of 0, and any sequence. There must be a sequence.
+    """
+    starts, stops = bounds_of(cu_q_lens, num_tokens, num_seqs)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    seq = jnp.searchsorted(stops, token, side="right").astype(jnp.int32)
+    seq = jnp.minimum(seq, len(stops) - 1)
+    return seq, jnp.where(starts[seq] <= token, jnp.maximum(stops[seq] - token, 0), 0)
+
+
 def addresses_of_slots(slots: jax.Array, num_pages: int, page_size: int) -> tuple[jax.Array, jax.Array]:
     """The page and the offset of each slot, i32 [T]; the page is `num_pages` for a slot outside the pages."""
     page, offset = slots // page_size, slots % page_size
@@ -127,16 +139,11 @@ def addresses_of_tokens(call: Any, num_tokens: int) -> tuple[jax.Array, jax.Arra
 
     Token i of a sequence is at position `kv_len - q_len + i`.
     """
-    max_num_seqs, pages_per_seq = call.page_indices.shape
-    if 0 in (max_num_seqs, pages_per_seq):
+    if 0 in call.page_indices.shape:
         return jnp.full(num_tokens, call.num_pages, jnp.int32), jnp.zeros(num_tokens, jnp.int32)
-    starts, stops = bounds_of(call.cu_q_lens, num_tokens, call.num_seqs)
-    token = jnp.arange(num_tokens, dtype=jnp.int32)
-    seq = jnp.searchsorted(stops, token, side="right").astype(jnp.int32)
-    valid = seq < max_num_seqs
-    seq = jnp.minimum(seq, max_num_seqs - 1)
-    position = jnp.clip(call.kv_lens, 0, call.capacity)[seq] - (stops[seq] - token)
-    valid &= (starts[seq] <= token) & (token < stops[seq]) & (position >= 0)
+    seq, to_stop = sequences_of_tokens(call.cu_q_lens, call.num_seqs, num_tokens)
+    position = jnp.clip(call.kv_lens, 0, call.capacity)[seq] - to_stop
+    valid = (to_stop > 0) & (position >= 0)
     position = jnp.clip(position, 0, call.capacity - 1)
     page = call.page_indices[seq, position // call.page_size]
     valid &= (page >= 0) & (page < call.num_pages)

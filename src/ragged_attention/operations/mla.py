@@ -413,24 +413,33 @@ class Latent(FrontEnd[Array, Memory]):
         page_indices: Array,
         page_size: int,
         *,
+        cu_q_lens: Array | None = None,
+        num_seqs: int | Array | None = None,
         backend: str | Sequence[str] | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> Array:
         """Convert positions in sequences, which an indexer selects, to slots of the cache for sparse attention.
 
         Args:
-            positions: i32 [S, ...], positions in each sequence, such as [S, Q, N] from an indexer; -1 stands for no
-                position.
+            positions: i32 [S, ...], positions in each sequence, such as [S, Q, N] for Q queries per sequence. With
+                `cu_q_lens` it is [T, ...], positions for each row of a ragged batch, such as [T, N] from
+                `indexer_topk`. -1 stands for no position.
             page_indices: i32 [S, M], the block table.
             page_size: G, the number of positions per page.
+            cu_q_lens, num_seqs: as in `ragged_paged_attention`: the rows of each sequence, and the number of live
+                sequences.
             backend, options: as in `ragged_paged_attention`.
 
         Returns:
-            i32 of the shape of `positions`: `page_indices[s, position // G] * G + position % G`; -1 for a position
-            outside [0, M * G), for a negative page index, and for a slot beyond int32.
+            i32 of the shape of `positions`: `page_indices[s, position // G] * G + position % G` for a position in
+            sequence s; -1 for a position outside [0, M * G), for a negative page index, for a slot beyond int32, and
+            for a row of no live sequence.
 
         Raises:
-            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.
+            InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`; the values in `cu_q_lens` and `num_seqs`
+                are checked only under `validate="full"`.
         """
-        arguments = dict(positions=positions, page_indices=page_indices, page_size=page_size)
+        arguments = dict(
+            positions=positions, page_indices=page_indices, page_size=page_size, cu_q_lens=cu_q_lens, num_seqs=num_seqs
+        )
         return self.run(PageIndicesToSlots, arguments, backend, options)

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from ragged_attention.calls import PageIndicesToSlots
+from ragged_attention.jax_shared.pages import sequences_of_tokens
 from ragged_attention.portable.xla._framework import why_not as why_not
 from ragged_attention.portable.xla._ragged import at
+
+FEATURES = frozenset({"cu_q_lens", "num_seqs"})
 
 
 def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> jax.Array:
@@ -15,9 +18,13 @@ def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> jax.Array:
     num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (num_seqs, pages_per_seq):
         return jnp.full(positions.shape, -1, jnp.int32)
-    seq = jnp.arange(num_seqs, dtype=jnp.int32).reshape(-1, *(1,) * (positions.ndim - 1))
+    seq, is_live = jnp.arange(call.num_tokens, dtype=jnp.int32), True
+    if call.cu_q_lens is not None:
+        seq, to_stop = sequences_of_tokens(call.cu_q_lens, call.num_seqs, call.num_tokens)
+        is_live = jnp.expand_dims(to_stop > 0, axis=tuple(range(1, positions.ndim)))
+    seq = jnp.expand_dims(seq, axis=tuple(range(1, positions.ndim)))
     column, offset = positions // page_size, positions % page_size
-    listed = (positions >= 0) & (column < pages_per_seq)
+    listed = is_live & (positions >= 0) & (column < pages_per_seq)
     page = at(call.page_indices, seq, jnp.where(listed, column, 0))
     valid = listed & (page >= 0) & (page <= (2**31 - 1 - offset) // page_size)
     return jnp.where(valid, page * page_size + offset, -1)

@@ -75,6 +75,8 @@ class SlotsBatch(LatentArrays):
     positions: NDArray[np.int32]
     page_indices: NDArray[np.int32]
     page_size: int
+    cu_q_lens: NDArray[np.int32] | None = None
+    num_seqs: int | NDArray[np.int32] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -258,9 +260,17 @@ class LatentWriteSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotsSpec:
-    """The parameters of a `page_indices_to_slots` call; if `wild`, positions and page indices may be any int32."""
+    """The parameters of a `page_indices_to_slots` call; if `wild`, positions and page indices may be any int32.
+
+    With `q_lens`, the rows of each sequence, the batch is ragged: `spare_rows` rows and `spare_seqs` sequences follow
+    the live ones, and `count` says in which form `num_seqs` is passed.
+    """
 
     shape: tuple[int, ...] = (3, 7)
+    q_lens: tuple[int, ...] | None = None
+    spare_rows: int = 0
+    spare_seqs: int = 0
+    count: str | None = None  # int | array; None passes no `num_seqs`
     columns: int = 4
     page_size: int = 3
     wild: bool = True
@@ -270,11 +280,20 @@ class SlotsSpec:
     def build(self) -> SlotsBatch:
         rng = np.random.default_rng(self.seed)
         limit = min(self.columns * self.page_size, INT32.max // 2)
-        table = rng.integers(0, 50, (self.shape[0], self.columns), np.int32)
+        shape, num_seqs, rows = self.shape, self.shape[0], {}
+        if self.q_lens is not None:
+            live = len(self.q_lens)
+            num_seqs = live + (self.spare_seqs if self.count else 0)
+            edges = garbage(rng, (num_seqs + 1,), 50)
+            edges[: live + 1] = np.cumsum((0, *self.q_lens))
+            count = {None: None, "int": live, "array": np.array([live], np.int32)}[self.count]
+            shape, rows = (sum(self.q_lens) + self.spare_rows, *shape[1:]), {"cu_q_lens": edges, "num_seqs": count}
+        table = rng.integers(0, 50, (num_seqs, self.columns), np.int32)
         wild = np.where(rng.random(table.shape) < 0.5, garbage(rng, table.shape, 50), -table)
-        inside = rng.integers(-1, limit + 2, self.shape, np.int32)
-        garbled = np.where(rng.random(self.shape) < 0.5, garbage(rng, self.shape, limit), inside)
+        inside = rng.integers(-1, limit + 2, shape, np.int32)
+        garbled = np.where(rng.random(shape) < 0.5, garbage(rng, shape, limit), inside)
         return SlotsBatch(
+            **rows,
             positions=garbled if self.wild else inside,
             page_indices=np.where(rng.random(table.shape) < 0.3 * self.wild, wild, table),
             page_size=self.page_size,

@@ -551,6 +551,12 @@ SLOTS_CORNERS: dict[str, Callable[[], SlotsBatch]] = {
     "slots beyond int32": _large_slots,
     "pages as large as can be": SlotsSpec(page_size=2**31 - 1, columns=2).build,
     "strided": SlotsSpec(strided=True).build,
+    "ragged": SlotsSpec(q_lens=(1, 17, 0, 5)).build,
+    "ragged, with padding": SlotsSpec(q_lens=(1, 40), spare_rows=3, spare_seqs=2, count="array", shape=(0, 2, 5)).build,
+    "ragged, strided": SlotsSpec(q_lens=(3, 2), spare_seqs=1, count="int", strided=True).build,
+    "ragged, no live sequence": SlotsSpec(q_lens=(), spare_rows=3, spare_seqs=2, count="array").build,
+    "ragged, no sequence": SlotsSpec(q_lens=(), spare_rows=3).build,
+    "ragged, tables without columns": SlotsSpec(q_lens=(2,), columns=0).build,
 }
 
 SCHEDULES: dict[str, ScheduleSpec] = {

@@ -177,6 +177,10 @@ def _schedule(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
 def _slots(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     del options
     runner.run("page_indices_to_slots", SlotsSpec(seed=seed).build())
+    batch = SlotsSpec(q_lens=(1, 5, 2), spare_rows=2, count="array", seed=seed).build()
+    rng = np.random.default_rng(seed)
+    num_seqs = garbage(rng, (1,), 5)
+    runner.run("page_indices_to_slots", batch.change(cu_q_lens=garbage(rng, (4,), 10), num_seqs=num_seqs))
 
 
 # Each operation with a function that runs it on garbage.

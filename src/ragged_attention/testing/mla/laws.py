@@ -430,7 +430,7 @@ def what_is_dequantised_can_be_quantised(runner: Runner, spec: QuantizeSpec) -> 
 
 def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
     """With consecutive pages, a position's slot is the position plus the first slot of its sequence."""
-    batch = spec.build()
+    batch = dataclasses.replace(spec, q_lens=None).build()
     num_seqs, columns = batch.page_indices.shape
     page_size = min(spec.page_size, 1000)
     table = np.arange(num_seqs * columns, dtype=np.int32).reshape(num_seqs, columns)
@@ -440,6 +440,16 @@ def positions_become_slots(runner: Runner, spec: SlotsSpec) -> None:
     first = (np.arange(num_seqs) * columns * page_size).reshape(-1, *(1,) * (batch.positions.ndim - 1))
     inside = (batch.positions >= 0) & (batch.positions < columns * page_size)
     identical(got, np.where(inside, batch.positions + first, -1), "slots")
+
+
+def ragged_rows_become_slots(runner: Runner, spec: SlotsSpec) -> None:
+    """A ragged batch has the slots of a batch in which each row has a block table of its own."""
+    q_lens = spec.q_lens or (2, 1)
+    batch = dataclasses.replace(spec, q_lens=q_lens, spare_rows=0).build()
+    got = runner.run("page_indices_to_slots", batch)
+    tables = batch.page_indices[np.repeat(np.arange(len(q_lens)), q_lens)]
+    alone = batch.change(page_indices=tables, cu_q_lens=None, num_seqs=None)
+    identical(got, runner.run("page_indices_to_slots", alone), "slots")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -491,4 +501,5 @@ MLA_LAWS: dict[str, Law] = {
     "latents, writing is quantising": Law(writing_is_quantising, _WRITES),
     "latents, quantising loses half a step, and once": Law(what_is_dequantised_can_be_quantised, _QUANTISED_VALUES),
     "latents, positions become slots": Law(positions_become_slots, slots_specs),
+    "latents, rows of a ragged batch become slots": Law(ragged_rows_become_slots, slots_specs),
 }

@@ -176,6 +176,10 @@ def latent_write_specs(draw: st.DrawFn, *, formats: tuple[str, ...] = FORMATS) -
 slots_specs = st.builds(
     SlotsSpec,
     shape=st.sampled_from([(0,), (1,), (3,), (3, 7), (2, 3, 5), (1, 2, 3, 4), (2, 0)]),
+    q_lens=st.none() | st.lists(st.integers(0, 20), max_size=5).map(tuple),
+    spare_rows=st.integers(0, 3),
+    spare_seqs=st.integers(0, 2),
+    count=st.sampled_from([None, "int", "array"]),
     columns=st.integers(0, 5),
     page_size=st.sampled_from([1, 2, 3, 64, 2**20, 2**31 - 1]),
     wild=st.booleans(),
