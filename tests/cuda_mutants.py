@@ -81,7 +81,7 @@ NONE = '#include "api.h"\nextern "C" int ra_{unit}(RaLatent const*, void*) {{ re
 
 @dataclasses.dataclass(frozen=True)
 class Mutant:
-    """A planted fault: all occurrences of `honest` in a header become `faulty`. `kind` is the kernel that is built."""
+    """A planted fault: all occurrences of `honest` in a header become `faulty`. It builds a `kind` of kernel."""
 
     file: str
     honest: str
@@ -307,7 +307,7 @@ if __name__ == "__main__":
     name, folder, *sanitized = sys.argv[1:]
     mutant = {**HONEST, **MUTANTS, **RACES}[name]
     modes = ["eager", "late"] if sanitized else [mutant.mode]
-    # The sanitizer is slow, and more checks of the same kind show no other race. With few heads there are two kinds:
-    # one check has many segments, the other many blocks.
+    # The sanitizer is slow, and further checks show no other races. For few heads, two checks are needed: one has many
+    # segments, and the other has many blocks.
     most = len(CHECKS[mutant.kind]) if not sanitized else 2 if mutant.kind == "narrow" else 1
     sys.stdout.write(judge(mutant, Path(folder), flags_of(bool(sanitized)), modes, most))

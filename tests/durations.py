@@ -128,7 +128,7 @@ class Watch:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The mean without the longest case, which may have compiled kernels for the others; a single case counts."""
+    """The mean of all cases except the longest, which may have compiled kernels for the others, or of a single case."""
     taken = sorted(seconds)[:-1] if len(seconds) > 1 else seconds
     return sum(taken) / len(taken)
 

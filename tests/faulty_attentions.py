@@ -103,7 +103,7 @@ def sequence(q: Any, k: Any, v: Any, given: Any, fault: str, causal: bool, valid
 
 
 def positions(table: Any, kv_len: int, pages: Any, fault: str) -> Any:
-    """The slots of a sequence's positions, and the mask of valid ones."""
+    """The slots of a sequence's positions, and the mask of valid positions."""
     size, kv_len = pages.shape[1], min(max(int(kv_len), 0), len(table) * pages.shape[1])
     if fault == "dropped tail of a page":
         kv_len = kv_len // size * size
@@ -273,7 +273,7 @@ def why_not(operation: str, record: Any) -> str | None:
 
 
 def runner_of(operation: str, fault: str = "") -> FunctionRunner:
-    """A runner for the kernel of an operation, with a fault if one is named."""
+    """A runner for an operation's kernel, with the named fault, or without a fault if `fault` is the empty string."""
 
     def kernel(**given: Any) -> Any:
         wide = {

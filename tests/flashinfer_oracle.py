@@ -94,8 +94,8 @@ def batch(
     """A batch of requests (q_len, kv_len).
 
     Args:
-        form: "pair" for two tensors, "one" for one tensor with an axis of 2, "gaps" for such a tensor that is a slice
-            of a larger one.
+        form: "pair" for two tensors, "one" for a single tensor with an axis of 2, or "gaps" for such a single tensor
+            that is a slice of a larger tensor.
     """
     generator = torch.Generator().manual_seed(seed)
 

@@ -66,7 +66,7 @@ class Calls(torch.utils.data.Dataset[torch.Tensor]):
 
 
 def beside(function: Callable[[], object], then: Callable[[], object], begun: Callable[[], bool]) -> None:
-    """Run `function` in another thread, and `then` in this one as soon as `begun` returns True."""
+    """Run `function` in another thread, and `then` in this thread as soon as `begun` returns True."""
     thread = threading.Thread(target=function)
     thread.start()
     while not begun():
@@ -122,7 +122,7 @@ def main() -> None:
         ended.set()
 
     beside(call_all_the_time, fork_all_the_time, lambda: True)
-    beside(expect_right_in_copies, expect_right, lambda: True)  # the other thread forks, and this one calls
+    beside(expect_right_in_copies, expect_right, lambda: True)  # the other thread forks while this thread calls
     fork_while_compiling()
     expect_right_in_a_process(multiprocessing.get_context("fork"))
     server = multiprocessing.get_context("forkserver")

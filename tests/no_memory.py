@@ -1,7 +1,7 @@
 """CPU kernels that run out of memory at each of their allocations in turn; run as a script in a separate process.
 
-Every operation is called repeatedly. The first call is granted no allocation, the second call one, and so on. Each call
-must raise the expected error or give the result of the reference implementation.
+Every operation is called repeatedly. The first call may allocate nothing, the second call may allocate once, and so
+on. Each call must raise the expected error or give the result of the reference implementation.
 """
 
 import ctypes

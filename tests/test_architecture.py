@@ -211,7 +211,7 @@ def names_of(node: ast.FunctionDef) -> list[str]:
 
 
 def calls_in(tree: ast.AST, *names: str) -> list[ast.Call]:
-    """The calls in a piece of source of functions with these names."""
+    """The calls of functions with these names in a piece of source."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) in names]
 
 
@@ -285,7 +285,7 @@ def test_modules_and_public_names_have_docstrings(path):
 
 
 def is_kernel(node: ast.AST) -> bool:
-    """Whether a function looks like one that Triton compiles or Pallas traces."""
+    """Whether a function looks like a kernel that Triton compiles or Pallas traces."""
     decorators = getattr(node, "decorator_list", [])
     return any("jit" in ast.unparse(decorator) and "triton" in ast.unparse(decorator) for decorator in decorators)
 

@@ -609,7 +609,7 @@ def unified_attention(q, k, v, out, window_size, kv_quant_mode, block_table):
     assert k.shape == v.shape and kv_quant_mode == 0 and block_table.min() >= 0
     out.copy_(q * FACTOR + window_size[0])
 """
-# vLLM 0.33 added modes, a query of the device, and scratch with a row per token of short queries.
+# vLLM 0.33 added quantisation modes, reads the device's properties, and needs a scratch row per token of short queries.
 CARRIED_0_33 = """
 import torch
 import vllm.envs as envs

@@ -37,7 +37,7 @@ def wide_and_unconfigured(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run_cli(capsys):
-    """Run a command in this process: exit code, standard output, standard error."""
+    """A function that runs a command in this process. It returns the exit code, standard output and standard error."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         code = cli.main(arguments)

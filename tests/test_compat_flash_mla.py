@@ -189,7 +189,7 @@ def test_a_covering_part_on_the_interpreter(name, part, monkeypatch):
 @pytest.mark.parametrize("heads", [64, 16])
 @pytest.mark.parametrize("name", ["e0", "e2-dense", "e2-sparse", "e2-prefill", "e4-sparse", "e4-prefill"])
 def test_a_covering_part_on_the_hopper_kernels(name, heads):
-    """The Hopper kernels take every case; 16 heads use the kernel for few heads if the format has one."""
+    """The Hopper kernels support every case. Cases with 16 heads use a kernel for few heads, if the format has it."""
     every = 4 if examples_of() == PROFILES["dev"] else 1
     with kernels_cuda.emulating(), ra.use_backend(flash_mla_matrix.requested("cuda")):
         judge(covering_part(name, heads, 256)[::every])
@@ -444,7 +444,7 @@ def test_a_dense_object_tells_heads_and_causality_apart():
 
 
 def test_lengths_of_a_used_object_are_checked_on_request(backend):
-    """Changed lengths are refused with `validate="full"`; without it they cost speed but leave results right."""
+    """Changed lengths are refused with `validate="full"`. Otherwise they cost only speed, and results stay right."""
     meta, _ = flash_mla.get_mla_metadata()
     arguments: dict[str, Any] = decode_inputs(DENSE, "cpu")
     flash_mla.flash_mla_with_kvcache(**arguments, tile_scheduler_metadata=meta)

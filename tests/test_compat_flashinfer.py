@@ -206,7 +206,7 @@ def test_8_bit_caches_and_scales(cache_dtype: torch.dtype) -> None:
 
 
 def test_scales_of_int8_caches() -> None:
-    """Numbers and tensors scale int8 codes alike, and without scales the codes are the values."""
+    """Scales of int8 codes may be numbers or tensors. Without scales, the codes are the values."""
     b = batch(DECODES, dtype=torch.bfloat16, cache_dtype=torch.int8)
     wrapper = decode_planned(b, kv_data_type=torch.int8)
     expect(wrapper.run(b.q, b.cache, return_lse=True), b.wanted(), torch.bfloat16)
@@ -295,7 +295,7 @@ def test_fast_plans_of_decodes() -> None:
 @pytest.mark.parametrize("window", [-1, 4])
 @pytest.mark.parametrize("as_bytes", [False, True])
 def test_custom_masks(as_bytes: bool, window: int, with_prefix: bool) -> None:
-    """Custom masks may hide keys before the new tokens; masks that show all of these run as draft masks."""
+    """Custom masks may hide keys before the new tokens. A mask that shows all of these keys runs as a draft mask."""
     b = batch(RAGGED)
     generator = torch.Generator().manual_seed(7)
     masks = [torch.rand(q_len, kv_len, generator=generator) < 0.6 for q_len, kv_len in b.lens]

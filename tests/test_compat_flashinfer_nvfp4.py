@@ -100,7 +100,7 @@ def test_a_mask_over_4_bit_pages(backend: str) -> None:
 
 
 def batch_of(b: Batch, request: int) -> Batch:
-    """A batch of one request of another batch."""
+    """A batch that has only one request of the batch `b`."""
     one = Batch(**vars(b))
     start, end = b.qo_indptr[request : request + 2].tolist()
     one.q, one.lens = b.q[start:end], [b.lens[request]]

@@ -293,7 +293,7 @@ def test_tunables_that_a_backend_has_not_are_ignored(backend):
 
 
 def test_tunables_that_a_backend_has_reach_it(monkeypatch):
-    """A call's tunables reach the backend; without them, those of the configuration do."""
+    """A call's tunables reach the backend. If the call has none, the configured tunables do."""
     from ragged_attention.portable.xla import ragged_paged_attention as room
 
     tiles = []

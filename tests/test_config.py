@@ -416,7 +416,7 @@ OLD_FORMS = (
     'ra.use_backend(*["triton"])',
     'ra.use_backend(**{"backend": "triton"})',
     'if ra:\n    ra.use_backend("triton")\n',
-    'for _ in range(40):\n    ra.use_backend("triton")\n',  # by then the interpreter has specialised the call
+    'for _ in range(40):\n    ra.use_backend("triton")\n',  # the interpreter specialises a repeated call
 )
 
 

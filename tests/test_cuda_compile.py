@@ -625,7 +625,7 @@ def test_the_library_for_xla_calls_the_kernels(small, tmp_path):
     library = _native.ffi_library(str(tmp_path / "jaxlib"))
     assert library.through() == 3
     assert _native.ffi_library(str(tmp_path / "jaxlib")) is library
-    # Another jaxlib gets its own library, because the handlers for a newer jaxlib would not work with an older one.
+    # Another jaxlib gets its own library, because the handlers for a newer jaxlib would not work with an older jaxlib.
     recipe = compile.ffi_recipe(str(tmp_path / "jaxlib"), Path(_native.library()._name))
     assert recipe.path == Path(library._name)
     (interface / "c_api.h").write_text("#define XLA_FFI_API_MINOR 4")

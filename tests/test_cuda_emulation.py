@@ -1,8 +1,8 @@
 """The code of the CUDA kernels agrees with the reference in the GPU emulation, in each of its modes.
 
 In the default profile, each check of latent attention runs through torch in one of the modes, and a fourth of the
-checks also run through jax. In the larger profiles all checks run through both in every mode. That these checks catch
-faults is tested in tests/test_cuda_mutants.py.
+checks also run through jax. In the larger profiles all checks run through both frameworks in every mode.
+tests/test_cuda_mutants.py tests that these checks catch faults.
 """
 
 import itertools

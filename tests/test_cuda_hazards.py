@@ -13,7 +13,7 @@ FREE = 7  # the code for "no barrier"
 
 
 def control(stall: int = 1, sets: int = FREE, waits: Sequence[int] = ()) -> int:
-    """The control bits of an instruction: its stall cycles, the barrier that it sets and those that it waits for."""
+    """The control bits of an instruction: its stall cycles, the barrier to set and the barriers to wait for."""
     return (stall | sets << 5 | FREE << 8 | sum(1 << barrier for barrier in waits) << 11) << sass.CONTROL
 
 

@@ -76,7 +76,7 @@ ACTIONS = st.tuples(st.sampled_from(("take", "share", "publish", "release")), st
 
 @given(st.integers(1, 5), st.lists(ACTIONS, max_size=60))
 def test_pages_agree_with_a_list_of_holders(num_pages, actions):
-    """After any actions, reference counts match the holders, and a shared page has the requested content."""
+    """After any series of actions, reference counts match the holders, and a shared page has the requested content."""
     pages = PageAllocator(num_pages)
     held: list[int] = []
     content: dict[int, bytes] = {}

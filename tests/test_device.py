@@ -1,4 +1,4 @@
-"""Tests of the device runs: the cost of faults, resumed calls, the parts that are sent along, and the summaries."""
+"""Tests of the device runs: the cost of faults, resumed calls, the parts sent with the tree, and the summaries."""
 
 import collections
 import copy
@@ -109,7 +109,7 @@ def test_what_ran_after_a_poisoned_context_ran_in_another_process(planted: Plant
         following = names[names.index(fault) + 1]
         assert by_item[fault] == by_item[f"before {fault}"]
         assert by_item[following] != by_item[fault]
-    assert by_item["before noise"] == by_item["wrong"]  # a wrong result does not cost the process
+    assert by_item["before noise"] == by_item["wrong"]  # a process is kept after a wrong result
 
 
 def test_a_second_call_runs_what_failed_and_what_was_not_reached(planted: Planted) -> None:
@@ -400,7 +400,7 @@ def test_what_failed_is_measured_in_other_ways_too(tmp_path: Path, monkeypatch: 
     assert again["torch triton, with CUDA's ptxas"].start.environ[-1] == ("TRITON_PTXAS_PATH", "/cuda/ptxas")
     assert again["torch triton, without PDL"].start.arguments[-1] == plan.WITHOUT_PDL
     assert [phase.name for phase in plan.phases("measure", record)][:4] == list(again)
-    assert list(again)[:2] == ["torch triton", "torch eager"]  # unchanged repeats come before the other ways
+    assert list(again)[:2] == ["torch triton", "torch eager"]  # unchanged repeats come first
     way = "torch triton, without PDL"
     record.write("item", phase=way, item="corner: a", result="FAILED")
     assert (way, "corner: a") in record.items()

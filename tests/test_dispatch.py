@@ -1,4 +1,4 @@
-"""The choice of an implementation, the reasons given for the others, and backends of other packages."""
+"""The choice of an implementation, the reasons against the other ones, and backends of other packages."""
 
 import dataclasses
 import inspect

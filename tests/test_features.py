@@ -266,9 +266,8 @@ def modules(operation: str) -> dict[str, Any]:
 @pytest.mark.parametrize("operation", CALLS)
 def test_every_optional_argument_has_a_value_here(operation):
     record = CALLS[operation]
-    applied = {
-        name for name, kind in record.KINDS.items() if not kind.schema(name)
-    }  # arguments that are applied before a backend sees the call
+    # These arguments are applied before a backend sees the call.
+    applied = {name for name, kind in record.KINDS.items() if not kind.schema(name)}
     missing = ", ".join(set(record.DEFAULTS) - applied - set().union(*CALLS_WITH.get(operation, [])))
     assert not missing, f"give {missing} of {operation} a value in CALLS_WITH of {__file__}"
 
@@ -283,7 +282,7 @@ def test_features_are_optional_arguments(operation):
 def refusable(operation: str) -> list[str]:
     """The optional arguments that a backend must list to honour them.
 
-    Hints are not among them, nor arguments that another operation can apply before.
+    Hints are not among them. Neither are arguments that another operation can apply before the call.
     """
     record = CALLS[operation]
     return [name for name in record.DEFAULTS if not record.KINDS[name].hint and name not in record.SEPARABLE]
@@ -383,15 +382,14 @@ def agree(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
 
 @pytest.mark.parametrize(("operation", "index"), EACH)
 def test_what_is_listed_counts(operation, index):
-    """Each value in `CALLS_WITH` changes the reference's result, or the call is invalid without it; backends agree."""
+    """Each value in `CALLS_WITH` changes the reference's result or is needed for a valid call, and backends agree."""
     fields = CALLS[operation].DEFAULTS
     here = {backend: module for backend, module in modules(operation).items() if backend not in ("pallas", "cuda")}
     arguments = arguments_of(operation, index)
     arguments = {name: value for name, value in arguments.items() if name not in CALLS[operation].SEPARABLE}
     for name in set(arguments) & set(refusable(operation)) - here["reference"].FEATURES:
-        assert all(
-            name not in module.FEATURES for module in here.values()
-        )  # otherwise it would have to be compared below
+        # If a backend had the feature, its results would have to be compared below.
+        assert all(name not in module.FEATURES for module in here.values())
         del arguments[name]
     wanted = results_of("reference", operation, arguments)
     hints = {name for name, kind in CALLS[operation].KINDS.items() if kind.hint}

@@ -53,7 +53,7 @@ def in_torch(form: str) -> dict[str, Any]:
 
 
 def by_formula(q: Any, keys: Any, weights: Any, form: str) -> Any:
-    """All logits [T, columns] by the formula in plain torch, and the mask of those that tokens see."""
+    """All logits [T, columns] by the formula in plain torch, and the mask of those whose keys the tokens see."""
     logits = torch.einsum("th,thn->tn", weights, torch.relu(torch.einsum("thd,nd->thn", q, keys)))
     logits = logits * torch.from_numpy(scales()).to(logits.dtype)
     given = form_of(form)

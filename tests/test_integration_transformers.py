@@ -162,7 +162,7 @@ def test_padding_is_sorted_once_for_all_layers(model: Any, monkeypatch: pytest.M
     monkeypatch.setattr(torch, "argsort", counted)
     generated(model, ragged.NAME, padding("left"))
     masks = [each for each in sorted_ if each.dtype == torch.bool]
-    assert len(masks) == NEW  # one for each forward pass, shared by its two layers
+    assert len(masks) == NEW  # each forward pass sorts one mask, which its two layers share
 
 
 def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only() -> None:
@@ -170,7 +170,7 @@ def test_what_is_found_out_about_a_mask_is_kept_for_those_of_a_forward_pass_only
     assert _layout.shown_first(shown)[1].tolist() == [1]
     shown[:] = True
     assert _layout.shown_first(shown)[1].tolist() == [2]
-    before = set(_masks._results.keys())  # other objects, such as a compiler's caches, may hold some
+    before = set(_masks._results.keys())  # results that other objects keep, such as a compiler's caches
     ours = _masks.mask(1, 1, 2, 1, attention_mask=torch.tensor([[0, 1]]))
     pattern = _masks.pattern_of(ours)
     assert pattern is not None
@@ -199,7 +199,7 @@ def batched(model: Any, prompts: list[list[int]], **options: Any) -> list[list[i
 def test_continuous_batching_has_the_tokens_of_eager(model: Any) -> None:
     """Continuous batching generates the tokens of eager attention.
 
-    Several prompts run at a time. One is longer than a step, and two begin alike.
+    Several prompts run at a time. One prompt is longer than a step, and two begin with the same tokens.
     """
     prompts = [tokens(1, length, seed=length)[0].tolist() for length in (3, 11, 7, 30, 5)]
     prompts.append([*prompts[3][:20], 7, 8])

@@ -202,7 +202,7 @@ def turned(tensor: Any) -> Any:
 @pytest.mark.parametrize("widths", [(512, 512), (264, 16), (12, 12), (8, 24), (520, 16)], ids=str)
 @pytest.mark.parametrize("maker", ["causal", "sliding_window_causal", "bidirectional"])
 def test_heads_of_any_size(maker: str, widths: tuple[int, int]) -> None:
-    """Heads of any size work: single queries as pages if these support the sizes, otherwise packed.
+    """Heads of any size work. Single queries run over pages if these support the sizes, else as packed sequences.
 
     Beyond 512 dimensions attention is dense.
     """

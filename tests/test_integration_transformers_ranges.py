@@ -112,7 +112,7 @@ def blocked(q_len: int, kv_len: int) -> Any:
 @pytest.mark.parametrize("number", [LEAST, -torch.inf, -1e9, None], ids=["least", "infinite", "billion", "bool"])
 @pytest.mark.parametrize(("q_len", "kv_len"), [(7, 7), (3, 8), (1, 8)])
 def test_masks_of_ones_own_run_by_our_operations(q_len: int, kv_len: int, number: float | None) -> None:
-    """Custom masks run by our operations, with one row or all, one query or all, and one head or all heads."""
+    """Custom masks run by our operations, whether each axis (rows, queries, heads) has size 1 or its full size."""
     q, k, v = inputs(q_len, kv_len)
     padded = torch.arange(kv_len) >= torch.tensor([[0], [2]])
     for sees in (

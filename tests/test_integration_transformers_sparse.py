@@ -249,7 +249,7 @@ def edges() -> dict[str, Any]:
 
 @pytest.mark.parametrize("told_by", ["positions", "edges"])
 def test_packed_sequences_of_minimax_m3_are_those_alone(told_by: str, lists: Any) -> None:
-    """Packed sequences of MiniMax M3 have the loss and gradients of separate ones.
+    """Packed sequences of MiniMax M3 have the loss and gradients of separate sequences.
 
     transformers' indexer mistakes the positions of packed sequences for indices in the row.
     """
@@ -264,7 +264,7 @@ def test_packed_sequences_of_minimax_m3_are_those_alone(told_by: str, lists: Any
 def test_packed_sequences_of_qwen4_are_those_of_eager(lists: Any) -> None:
     """Packed sequences of Qwen4 agree with eager attention on the packed row.
 
-    They differ from separate sequences: the sparse layers split sequences by positions, but the recurrent ones do not.
+    They differ from separate sequences, because sparse layers split sequences by positions and recurrent layers do not.
     """
     model, given = made("qwen4_exp_text"), packed()
     expect_alike(trained(model, ragged.NAME, given), trained(model, "eager", given))

@@ -32,7 +32,7 @@ TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head"
 TAKEN = (*TOKEN_HEAD, "nvfp4")
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 SIZE = 32
-# The other cache dtypes of vLLM 0.33, which we refuse; `octave_*` are new in it.
+# The other cache dtypes of vLLM 0.33, which we refuse; `octave_*` are new in 0.33.
 REFUSED = (
     "fp8_inc", "fp8_ds_mla", "nvfp4_ds_mla", "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc",
     "turboquant_3bit_nc", "octave_k3v4", "octave_k3v3", "octave_k3v3_compact", "ultraquant_4bit", "nvfp4_4over6",
@@ -46,7 +46,7 @@ def backend(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 class QuantisedStep(Step):
-    """A step over one of these caches; unstored bytes are 255, so that their scales are NaN."""
+    """A step over a quantised cache. Unstored bytes are 255, so that their scales are NaN."""
 
     def __init__(
         self, name: str, lens: Any = MIXED, *, layout: str = "LBHNC", scales: Any = (1.0, 1.0), **options: Any

@@ -113,7 +113,7 @@ def test_vllm_has_what_is_bound(monkeypatch):
     """If vLLM is installed, it has each bound name with the signature of its fake."""
     if importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
-    if importlib.util.find_spec("torchvision") is None:  # vLLM needs it only for images
+    if importlib.util.find_spec("torchvision") is None:  # vLLM needs torchvision only for images
         monkeypatch.setitem(sys.modules, vllm_m3.PROCESSORS, vllm_m3.without_images())
     for one in importlib.import_module(BINDINGS).M3:
         path, _, cls = one.owner.partition(":")

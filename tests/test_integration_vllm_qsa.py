@@ -64,7 +64,7 @@ def test_it_is_bound_on_nvidias_gpus_if_the_user_asks(asked, device, monkeypatch
 def test_signatures(qsa):
     for one in importlib.import_module(BINDINGS).QSA:
         fake = getattr(qsa_fakes, one.name)
-        if one.name != "qsa_sparse_paged_attention":  # one of its arguments is keyword-only
+        if one.name != "qsa_sparse_paged_attention":  # this function has a keyword-only argument
             expect_compatible(one.ours, fake, one.name)
         assert [*inspect.signature(one.ours).parameters] == [*inspect.signature(fake).parameters]
 
@@ -186,7 +186,7 @@ def test_lengths_let_queries_see_their_groups(ratio, qsa):
 def test_attention(cache_dtype, prefill, qsa, backend):
     """Attention agrees with loops over queries.
 
-    Lists have an end, and contain -1 and positions without a page. One row has no request, and one has an empty list.
+    Each list has a count, and contains -1 and positions without a page. Some rows have no request or an empty list.
     """
     torch.manual_seed(4)
     pages, table = pages_of(LENS, PAGE)

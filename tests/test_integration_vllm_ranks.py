@@ -34,8 +34,8 @@ from tests.test_integration_vllm import (
     vllm_config,
 )
 
-# Contexts of 33, 23, 2, 0 and 0 keys. Some of four ranks hold no key of the third request, and none holds one of the
-# last two.
+# Contexts of 33, 23, 2, 0 and 0 keys. Some of four ranks hold no key of the third request, and no rank holds a key
+# of the last two requests.
 MIXED = [(1, 34), (7, 30), (1, 3), (18, 18), (1, 1)]
 DECODE = [(1, 34), (1, 2), (1, 17)]
 HEADS = 2  # query heads per rank
@@ -156,7 +156,7 @@ def test_new_tokens_that_see_each_other_over_ranks(vllm, backend):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_step_without_context_exchanges_nothing(known, vllm, backend):
-    """There is no exchange if the host knows that no request has earlier keys; otherwise the result is equal."""
+    """Ranks exchange nothing if the host knows that no request has earlier keys. Exchanges leave results unchanged."""
     whole = Step([(5, 5), (20, 20)], heads=(4, 1))
     if known:
         whole.common.seq_lens_cpu_upper_bound = whole.common.seq_lens
@@ -198,7 +198,7 @@ def test_a_graph_is_captured_with_its_exchanges(vllm):
 
 
 def test_a_cache_that_every_rank_holds_is_read_as_ever(vllm, backend):
-    """A cache that every rank holds whole is read as without ranks.
+    """A cache that every rank has as a whole is read without exchanges between ranks.
 
     Small draft models have such caches, which vLLM marks in the cache's specification.
     """
@@ -273,7 +273,7 @@ def test_sparse_mla_over_ranks(size, interleave, q_lens, kv_cache_dtype, vllm, b
             block_table_tensor=table, slot_mapping=own,
         )  # fmt: skip
         metadata = builder.build(0, common)
-        assert metadata.seq_lens is whole.kv_lens  # vLLM's layer reads it there
+        assert metadata.seq_lens is whole.kv_lens  # vLLM's layer reads the lengths from this field
         out, lse = impl.forward_mqa(q, cache, metadata, SimpleNamespace())
         assert (out[0] == 0).all()
         assert (lse[0] == float("-inf")).all()

@@ -58,7 +58,7 @@ def test_it_is_bound_on_cpus_alone(v4, monkeypatch):
     ours.register(cpu=True)
     bindings: Any = importlib.import_module(BINDINGS)
     assert bindings.DeepseekV32ForCausalLM == "generic V3.2"
-    assert layer.forward_mqa is v4_fakes.forward_mqa  # ours is bound when V4 is loaded
+    assert layer.forward_mqa is v4_fakes.forward_mqa  # our function is bound when V4 is loaded
     assert bindings.DeepseekV4ForCausalLM == "V4 for CPUs"
     assert layer.forward_mqa is v4.forward_mqa
     utilities: Any = importlib.import_module("vllm.v1.attention.backends.mla.compressor_utils")
@@ -110,7 +110,7 @@ def test_the_requests_of_tokens(v4):
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 4)])
 @pytest.mark.parametrize("ratio", [2, 4])
 def test_where_compressed_entries_go(ratio, ranks, v4):
-    """Compressed entries are written by the last token of each group, except a token without a slot."""
+    """The last token of each group writes its compressed entry, unless the token has no slot."""
     world, interleave = ranks
     table, slots = table_of(BLOCK), torch.arange(16)
     slots[3] = slots[11] = -1

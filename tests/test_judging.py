@@ -1,4 +1,4 @@
-"""`judge` passes correct functions and commands, and reports a batch that exposes the fault of a wrong one."""
+"""`judge` passes correct functions and commands, and reports a batch that exposes a wrong function's fault."""
 
 import re
 import subprocess

@@ -532,7 +532,7 @@ def test_rows_that_see_nothing_but_nan_are_nan(operation: str, tokens: int, keys
 
 @pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
 def test_scales_may_be_any_power_of_two(name: str) -> None:
-    """Each code of a scale gives right results, in a sequence of two keys; some codes of the values are NaN."""
+    """Every possible code of a scale gives right results, in a sequence of two keys. Some value codes are NaN."""
     generator, powers = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
     width, dtype = (64, torch.float8_e4m3fn) if name == "mxfp8" else (32, torch.uint8)
     k, v = (torch.randint(0, 256, (256, 2, 1, width), generator=generator).to(torch.uint8) for _ in range(2))
@@ -568,7 +568,7 @@ def test_scales_may_be_any_power_of_two(name: str) -> None:
 @pytest.mark.parametrize("strided", [False, True])
 @pytest.mark.parametrize("sliding_window", [None, 1])  # a window of 1 has one key, without a partner in its pair
 def test_scales_of_nvfp4_may_be_any_code(v_head_dim: int, strided: bool, sliding_window: int | None) -> None:
-    """Each code of a scale gives right results, in a sequence of two keys; some codes of the values are NaN."""
+    """Every possible code of a scale gives right results, in a sequence of two keys. Some value codes are NaN."""
     generator, codes = torch.Generator().manual_seed(0), torch.arange(256).to(torch.uint8)
     step, widths = 3 if strided else 1, (64, v_head_dim)
     pages, scales = [], []

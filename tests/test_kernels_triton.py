@@ -135,7 +135,7 @@ V4_PREFILL = {"q": FakeArray((4096, 64, 512), "bfloat16"), "kv": FakeArray((512,
         (V4_PREFILL, True),
         ({"device": device_of("jax", "sm_90")}, True),
         ({"device": device_of("torch", "sm_80")}, False),  # no measurement shows that decoding first is faster on sm_80
-        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # nor that it is faster with 16 heads
+        ({"q": FakeArray((4096, 16, 576), "bfloat16")}, False),  # no measurement shows that it is faster with 16 heads
         ({"q": FakeArray((4096, 128, 576), "float16")}, False),
         ({"kv": FakeArray((512, 64, 1, 576), "bfloat16")}, False),  # a plain cache needs no decoding
         ({"d_v": 576}, False),
@@ -380,7 +380,7 @@ def test_few_keys_between_a_window_and_drafts_are_exact_enough() -> None:
     options: dict[str, Any] = {"draft_mask": torch.eye(96) > 0, "sliding_window": 160, "out_dtype": torch.float32}
     got = rt.ragged_paged_attention(*arguments, **options, backend="triton", options={"split_weights_below": 128})
     want = rt.ragged_paged_attention(*arguments, **options, backend="reference")
-    assert (got - want)[64:].abs().max() < 1e-5  # 5e-4 if weights were one bfloat16 term
+    assert (got - want)[64:].abs().max() < 1e-5  # with weights of a single bfloat16 term, the error would be 5e-4
 
 
 @pytest.mark.parametrize(("smallest", "largest", "reach"), [(-20, -2, 1.0), (-3, 20, 1e-3), (-40, 3, 30.0)])
@@ -536,7 +536,7 @@ def test_candidates_beyond_counting_are_declined() -> None:
 
 
 def test_threads_may_launch_at_the_same_time() -> None:
-    """The interpreter is not thread-safe. Without a lock, the launches of one thread break those of another."""
+    """Threads may launch kernels at the same time. A lock protects the interpreter, which is not thread-safe."""
     front = importlib.import_module("ragged_attention.torch")
     outs, lses = torch.randn(2, 2, 2, 16), torch.randn(2, 2, 2)
 

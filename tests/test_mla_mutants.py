@@ -59,7 +59,7 @@ def with_changed_arguments(operation: str, change: Callable[[dict[str, Any]], di
     return lambda **arguments: HONEST[operation](**(arguments | change(arguments)))
 
 
-# Which slots the entries of a list select.
+# Faults in the slots that a list's entries select.
 def minus_one_is_slot_zero(indices: Any, topk_len: Any, num_slots: int) -> Any:
     return honest_selected(np.where(indices == -1, 0, indices), topk_len, num_slots)
 
@@ -107,7 +107,7 @@ def last_block_is_skipped(indices: Any, topk_len: Any, num_slots: int) -> Any:
     return found[: len(found) // 8 * 8] if len(found) > 8 else found
 
 
-# Attention over the selected rows.
+# Faults in attention over the selected rows.
 def rotary_part_is_dropped(q: Any, rows: Any, d_v: int, scale: float, soft_cap: Any = None) -> Any:
     return honest_attend(q[:, :d_v], rows[:, :d_v], d_v, scale, soft_cap)
 
@@ -139,7 +139,7 @@ def sinks_are_ignored(lse: Any, sinks: Any) -> Any:
     return np.ones(lse.shape)
 
 
-# The bytes of quantised caches.
+# Faults in the bytes of quantised caches.
 def scales_are_truncated_to_powers_of_two(codes: Any, scales: Any, rotary: Any, layout: Any) -> Any:
     if layout.scales == "float32":
         scales = (np.ascontiguousarray(scales).view(np.uint32) & 0xFF800000).astype("<u4").view(np.uint8)

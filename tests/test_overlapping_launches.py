@@ -1,4 +1,4 @@
-"""A kernel that starts before its predecessor has ended waits for it before it reads its results, as its PTX shows."""
+"""A kernel that starts before the previous kernel has ended waits before it reads results, as the PTX shows."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A backend that supports few kinds of batches is judged on as many batches as one that supports all."""
+"""A backend that supports few kinds of batches is judged on as many batches as a backend that supports all."""
 
 import importlib
 from collections.abc import Iterator

@@ -138,7 +138,7 @@ def test_programs_of_our_kernels_without_a_cache() -> None:
     rows = varlen.programs(causal(), Named("forward_kernel", (9, 2), OURS))
     assert rows == {(float(block), 1.0): 2 for block in range(5)}
     keys = varlen.programs(causal(), Named("dkv_kernel", (9, 2), OURS))
-    # By (masked blocks, whole blocks).
+    # The number of programs by (masked blocks, whole blocks).
     assert keys == {(2.0, 3.0): 2, (2.0, 2.0): 2, (2.0, 1.0): 2, (2.0, 0.0): 2, (1.0, 0.0): 2}
     whole = varlen.programs(causal(causal=False), Named("forward_kernel", (9, 2), OURS))
     assert whole == {(4.0, 1.0): 10}

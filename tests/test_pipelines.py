@@ -236,6 +236,6 @@ def test_the_indexers_decoding_reaches_the_bandwidth() -> None:
 
 
 def test_decode_loops_keep_keys_ahead() -> None:
-    """All decode loops prefetch keys, except those that the gate lists. A fixed loop must be removed from the list."""
+    """All decode loops prefetch keys, except those that the gate lists. Remove a fixed loop from the list."""
     pytest.importorskip("triton")
     printed("-m", "benchmarks.compiled.gate", "--jobs", "1")

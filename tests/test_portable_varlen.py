@@ -23,7 +23,7 @@ from ragged_attention.reference import (
 )
 from ragged_attention.tools.samples import sample_of
 
-# One sequence without queries, one without keys, one with more queries than keys. Padding follows the last.
+# One sequence without queries, one without keys, one with more queries than keys. Padding follows the last sequence.
 Q_LENS, KV_LENS = (3, 0, 2, 9, 6), (5, 4, 0, 4, 11)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},

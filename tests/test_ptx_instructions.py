@@ -71,7 +71,7 @@ def nearest(table: NDArray[Any], x: Any) -> NDArray[np.int64]:
 
 
 def wrapped(function: Any, *arguments: NDArray[Any]) -> NDArray[np.uint32]:
-    """A function computed in Python's integers, cut to 32 bits."""
+    """A function whose results are computed with Python's integers and then truncated to 32 bits."""
     lists = [argument.tolist() for argument in arguments]
     return np.array([function(*row) & 0xFFFFFFFF for row in zip(*lists, strict=True)], np.uint32)
 

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 EARLIEST = ROOT / ".triton36"  # from `make .triton36`
 TRITONS = {"newest": None, "earliest": str(EARLIEST)}
 PIECE = 28  # the most checks in one test
-# Checks that run a product with 16 keys and 4-bit values, at least on one architecture under one of both Tritons.
+# Checks that run a product with 16 keys and 4-bit values, at least on one architecture under one of the Tritons.
 FEW_KEYS = [
     f"corner: {batch}"
     for batch in (

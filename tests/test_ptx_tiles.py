@@ -40,7 +40,7 @@ def map_of(array: NDArray[Any], box: tuple[int, ...], swizzle: int = 0, **fields
 
 
 def tile_of(array: NDArray[Any], corner: tuple[int, ...], box: tuple[int, ...], outside: float) -> NDArray[Any]:
-    """The box at a corner, copied element by element; elements outside the array are `outside`."""
+    """The box at a corner, copied element by element. Elements outside the array get the value `outside`."""
     tile = np.full(box, outside, array.dtype)
     for index in np.ndindex(*box):
         place = tuple(c + i for c, i in zip(corner, index, strict=True))
@@ -389,7 +389,8 @@ def test_copies_that_arrive(seed):
 def test_copies_that_arrive_and_are_not_waited_for():
     report = "reads shared memory before a copy to it was waited for"
     assert report in texts_of(arriving(without(ARRIVING, "wait for the second", "setp.eq.u32 %p3, 0, 0;"))[0])
-    # An arrival at the second mbarrier covers both copies of its thread. At the first it covers only the first copy.
+    # An arrival at the second mbarrier covers both copies of its thread, and an arrival at the first mbarrier covers
+    # only the first copy.
     late = without(ARRIVING, "wait for the first", "setp.eq.u32 %p2, 0, 0;")
     assert not arriving(late)[0].reports
     other = without(late, "wait for the second", "mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r9], 0;")

@@ -245,7 +245,10 @@ def test_no_batch_is_skewed(best: dict[str, roofline.Plan]) -> None:
 
 
 def test_one_long_sequence_among_short_ones_is_cut_in_parts() -> None:
-    """63 sequences of 16 blocks and one of 2048 (of 64 keys) share 132 programs per KV head: 24 blocks at most each."""
+    """63 sequences of 16 blocks and one of 2048 blocks share 132 programs per KV head.
+
+    A block has 64 keys, and a program has at most 24 blocks.
+    """
     case = catalogue.find("decode_63x1k_1x128k")
     step = next(roofline.steps(case, "triton", HOPPER))
     assert dict(step.programs) == {(16.0, 0.0): 63 * 8, (24.0, 0.0): 85 * 8, (8.0, 0.0): 8}

@@ -1,4 +1,4 @@
-"""The plans for many devices: docs/scaling.md is the current output of `benchmarks/scaling.py`, which is plausible."""
+"""The plans for many devices: docs/scaling.md is the current, plausible output of `benchmarks/scaling.py`."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
 """Attention over lists of selected blocks agrees with two other formulations of block-sparse attention.
 
-Both are reimplemented here. In one, each query gathers the keys of its blocks, as in naive implementations of native
-sparse attention. The other is a dense mask in which each block is on or off, as in FlashInfer's sparse attention for
-MiniMax.
+Both formulations are reimplemented here. In the first, each query gathers the keys of its blocks, as in naive
+implementations of native sparse attention. The second is a dense mask in which each block is on or off, as in
+FlashInfer's sparse attention for MiniMax.
 """
 
 import math
@@ -39,7 +39,7 @@ def random_lists(rng: np.random.Generator, heads: int, size: int, length: int = 
 
 
 def by_gathering(q: Any, k: Any, v: Any, lists: Any, size: int, causal: bool) -> tuple[Any, Any]:
-    """Out and lse of one sequence: each query gathers the keys of its distinct blocks, if causal up to its position."""
+    """Out and lse of one sequence: each query gathers its distinct blocks' keys, up to its position if `causal`."""
     q_len, heads, width = q.shape
     kv_len = len(k)
     out = q.new_zeros(q_len, heads, v.shape[-1])

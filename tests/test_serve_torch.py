@@ -35,7 +35,7 @@ def test_the_tokens_are_those_of_plain_attention(missing: str) -> None:
     match = PRINTED.fullmatch(printed("-W", "error", "-m", "tests.programs.without", missing, str(SCRIPT)))
     assert match is not None
     steps, shared, accepted = map(int, match.groups())
-    assert steps < 60  # without accepted drafts there would be more than 70
+    assert steps < 60  # without accepted drafts, the engine would need more than 70 steps
     assert min(shared, accepted) > 5
 
 

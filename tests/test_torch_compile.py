@@ -29,7 +29,7 @@ EACH = [("make_decode_schedule", index, False) for index in range(len(SCHEDULES)
 def on_torch(operation: str, index: int) -> dict[str, Any]:
     """A call's arguments on new tensors, because some operations write to their arguments."""
     given = SCHEDULES[index] if operation == "make_decode_schedule" else arguments_of(operation, index)
-    given = {name: value for name, value in given.items() if name != "schedule"}  # not a torch schedule
+    given = {name: value for name, value in given.items() if name != "schedule"}  # its schedule is not from torch
     return _pytree.tree_map(lambda value: torch.tensor(value) if isinstance(value, np.ndarray) else value, given)
 
 
@@ -64,7 +64,8 @@ def test_compiled_calls_have_the_bits_of_plain_ones(operation: str, index: int, 
 def test_numbers_and_sizes_may_be_left_open(operation: str, index: int) -> None:
     """Numbers and sizes may be symbolic.
 
-    `dynamic=True` makes them so, and so does a compiled function's second call with another value, such as a layer's.
+    They are symbolic with `dynamic=True`, or after a compiled function was called with a second value, such as another
+    layer's.
     """
 
     def call(given: dict[str, Any]) -> Any:

@@ -56,7 +56,8 @@ def test_conversions_round_to_the_nearest_and_integers_saturate(mode: str) -> No
         for got, dtype in zip(found[len(FLOATS) :], INTEGERS, strict=False):
             whole = np.clip(np.trunc(np.nan_to_num(x.astype(np.float64))), *((i := np.iinfo(dtype)).min, i.max))
             np.testing.assert_array_equal(got, whole.astype(dtype))
-        for got, want in zip(found[-len(FLOATS) :], narrow, strict=True):  # rounded, even if widened right away
+        # A conversion rounds even if its result is widened at once.
+        for got, want in zip(found[-len(FLOATS) :], narrow, strict=True):
             np.testing.assert_array_equal(got, want)
 
 

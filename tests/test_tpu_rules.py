@@ -1,4 +1,4 @@
-"""The Pallas kernels use no construct that the TPU interpreter cannot run, because the suite judges them with it."""
+"""The Pallas kernels use no construct that the TPU interpreter cannot run, because the suite runs them in it."""
 
 import ast
 from collections.abc import Iterator

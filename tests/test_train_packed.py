@@ -1,4 +1,4 @@
-"""The example that trains on packed documents has the same losses as on padded ones, and draws its picture."""
+"""The example that trains on packed documents has the same losses as on padded documents, and draws its picture."""
 
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable

@@ -51,7 +51,7 @@ def test_queries_select_blocks_of_their_own_document(script):
     assert (lists.amax(2) == own[:, None]).all()
     assert ((lists >= 0).sum(2) == (own + 1).clamp(max=3)[:, None]).all()
 
-    wanted = q.detach()[:, 4:].mean(1)  # the mean query of those that share KV head 1
+    wanted = q.detach()[:, 4:].mean(1)  # the mean of the queries that share KV head 1
     scores = wanted[29] @ k.detach()[:30, 1].T
     best = torch.nn.functional.pad(scores, (0, 2), value=-torch.inf).view(8, 4).amax(1)[:7].topk(2).indices
     assert lists[29, 1].tolist() == [*sorted(best.tolist()), 7]

@@ -1,4 +1,4 @@
-"""Tile sizes come from explicit options, else from the backend's heuristic."""
+"""Tile sizes come from explicit options or, without options, from the backend's heuristic."""
 
 import dataclasses
 from types import SimpleNamespace

@@ -80,7 +80,7 @@ def _moved_ranges(begin: int, end: int) -> Callable[[Any], Any]:
     return lambda ranges: np.add(ranges, [begin, end], dtype=np.int64)
 
 
-# The keys that a query sees.
+# Faults in the keys that a query sees.
 def causal_from_the_top_left(q_len: int, kv_len: int, valid: Any, causal: bool, window: Any, ranges: Any) -> Any:
     seen = honest_visible(q_len, kv_len, valid, False, window, ranges=ranges)
     return seen & (np.arange(kv_len) <= np.arange(q_len)[:, None]) if causal else seen
@@ -113,7 +113,7 @@ def sequences_of_no_key_end_the_batch(*arguments: Any) -> Any:
         yield rows, keys, seen
 
 
-# The results of a row.
+# Faults in the results of a row.
 def share_is_not_applied(q: Any, k: Any, v: Any, seen: Any, scale: float, cap: Any, sink: float, *bias: Any) -> Any:
     return honest_attend(q, k, v, seen, scale, cap, -np.inf, *bias)
 
@@ -138,7 +138,7 @@ def no_key_is_zero_over_zero(q: Any, k: Any, v: Any, seen: Any, scale: float, ca
     return np.where(lse[:, None] == -np.inf, np.nan, out), lse
 
 
-# The gradient of one head. The arguments are d_out, q, k, v, seen, lse, share, delta, d_lse, scale, soft_cap
+# Faults in the gradient of one head. The arguments are d_out, q, k, v, seen, lse, share, delta, d_lse, scale, soft_cap
 # and, for packed sequences, bias.
 def _with_changes(**change: Callable[..., Any]) -> Function:
     """The correct gradient function, called with changed arguments. Each change is a function of all arguments."""
@@ -221,7 +221,7 @@ def fully_masked_rows_are_nan(d_out: Any, out: Any, lse: Any, d_lse: Any, sinks:
     return share, delta, more, leaked
 
 
-# Faults of the whole gradient.
+# Faults in the whole gradient.
 def groups_interleave(**arguments: Any) -> Any:
     """Query head h reads KV head h % K instead of h // (H / K)."""
     heads, kv_heads = arguments["q"].shape[1], arguments["k"].shape[1]
@@ -257,7 +257,7 @@ def keys_times_nothing(**arguments: Any) -> Any:
     return dq + 0.0 * arguments["k"].sum(), *others
 
 
-# The gradient of the relative bias.
+# Faults in the gradient of the relative bias.
 def keys_beyond_the_table_are_lost(d_table: Any, d_bias: Any, at_own: int) -> None:
     q_len, kv_len = d_bias.shape
     columns = (kv_len - q_len + np.arange(q_len))[:, None] - np.arange(kv_len) + at_own

@@ -13,7 +13,7 @@ from ragged_attention.reference.varlen_attention_backward import varlen_attentio
 
 STEP = 1e-5
 Arrays = dict[str, Any]
-# Sequences without queries, without keys, with more queries than keys; padding follows the last on both sides.
+# Sequences without queries, without keys, with more queries than keys; padding follows the last query and the last key.
 EDGES = {"cu_q_lens": np.array([0, 3, 3, 5, 9, 10]), "cu_kv_lens": np.array([0, 4, 6, 6, 8, 9])}
 FORMS = {
     "plain": {},

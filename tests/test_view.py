@@ -232,7 +232,10 @@ def test_a_timeline_gives_each_program_to_the_multiprocessor_that_is_free_first(
 
 
 def test_one_long_sequence_is_shown_in_parts(run_cli, tmp_path) -> None:
-    """63 sequences of 16 blocks and one of 2048 (of 64 keys) share 132 programs per KV head: 24 blocks at most each."""
+    """63 sequences of 16 blocks and one of 2048 blocks share 132 programs per KV head.
+
+    A block has 64 keys, and a program has at most 24 blocks.
+    """
     picture = tmp_path / "batch.svg"
     code, out, err = run_cli(
         "--q-lens", "64x1", "--kv-lens", "63x1024,131072", "--device", "h200", "--svg", str(picture)

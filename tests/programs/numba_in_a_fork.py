@@ -39,7 +39,7 @@ if not child:
     signal.alarm(60)
     signal.signal(signal.SIGPROF, interrupt)
     assert equal(attend())
-    assert equal(attend(out=out))  # torch looks up the operator now; later an interruption must not precede the call
+    assert equal(attend(out=out))  # torch looks up the operator here, so that interruptions arrive in later calls
     for part in range(8):
         out.view(-1).numpy()[:] = 0
         signal.setitimer(signal.ITIMER_PROF, 0.001 + part * 0.004)

@@ -22,4 +22,6 @@ for block, cores in ((1, 1), (5, 1), (16, 1), (64, 2)):
     with watched(sys.argv[1], cores):
         got = np.asarray(write_kv_pages(*arguments, backend="pallas", options={"num_tokens_per_block": block}))
     expected = np.asarray(write_kv_pages(*arguments, backend="reference"))
-    np.testing.assert_array_equal(got, expected)  # of two tokens for one slot the later is kept, as in the reference
+    np.testing.assert_array_equal(
+        got, expected
+    )  # if two tokens have the same slot, the later token is kept, as in the reference
