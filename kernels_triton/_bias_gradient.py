@@ -1,9 +1,9 @@
 """The gradient of a relative bias: the gradients of logits, summed over the pairs that share a table column.
 
 A column stands for a distance, query minus key. The first and the last column also stand for all distances beyond them.
-A program holds a block of one head's queries and visits the keys that they see, in blocks of at least as many keys. A
-query has at most one key in each column between the first and the last one. So if each query has its own table, the
-gradients of these columns are stored without a summation.
+A program holds a block of one head's queries and visits the keys that they see, in blocks with at least as many keys as
+the block has queries. A query has at most one key in each column between the first and the last one. So if each query
+has its own table, the gradients of these columns are stored without a summation.
 
 If the queries share the tables, the diagonals of each tile [queries, keys] are added up, because a diagonal has one
 distance. Rotating row r of the tile by r columns turns diagonals into columns. The elements that do not wrap around
@@ -266,7 +266,7 @@ def bias_gradient(
     """Enqueue the kernels; returns the gradient of `relative_bias`.
 
     `edges` has cu_q_lens and cu_kv_lens. The other arguments are those of the dk and dv kernel. This kernel also uses
-    the tile of that kernel, which needs more registers.
+    the tile of the dk and dv kernel, because that kernel needs more registers.
     """
     block_q, block_kv = block_sizes(call, tile)
     blocks, shape = max_blocks(call.num_q_tokens, block_q, call.num_seqs), call.relative_bias.shape

@@ -15,11 +15,11 @@ VERSION = tuple(map(int, re.findall(r"\d+", triton.__version__)[:3]))
 # inline assembly.
 FENCELESS: tl.constexpr = tl.constexpr(VERSION < (3, 7, 1) and not INTERPRETED)
 
-# Whether the compiler mixes up the elements of a product that sums over only 16 keys or columns. This happens if an
-# operand is computed from single bytes and from joined four-bit codes. The compiler then selects a layout in which each
-# thread has eight neighbouring elements of 32. So it pairs weights with the wrong keys, or columns of queries with the
-# wrong columns of keys. As a workaround, the bytes are loaded in a branch, so that the compiler does not see their
-# size.
+# Whether the compiler pairs the wrong elements in a product that sums over only 16 keys or columns. This happens if an
+# operand is computed from one-byte scales and from 4-bit codes unpacked by `tl.join`: the compiler then selects a
+# layout for 32 keys or columns, eight neighbouring ones per thread, so weights meet the wrong keys, or columns of
+# queries the wrong columns of keys. As a workaround, the scales are loaded in a branch, which hides from the compiler
+# that they are single bytes.
 MISPAIRS_FEW: tl.constexpr = tl.constexpr(VERSION < (3, 7) and not INTERPRETED)
 
 

@@ -120,8 +120,8 @@ def halves_of_e4m3fnuz(stored):
     """e4m3fnuz codes [rows, columns] as float16, converted two at a time in 32-bit words.
 
     This differs from e4m3 in the exponent bias, 8, and in the only NaN, which has the code of -0. Adding 2^15 - 1 to a
-    magnitude carries into bit 15 unless the magnitude is 0. So the code of NaN is the one with its sign bit set and no
-    carry; it gets float16's NaN exponent.
+    magnitude carries into bit 15 unless the magnitude is 0. So a code is NaN if its sign bit is set and there is no
+    carry. It then gets float16's NaN exponent.
     """
     halves = shifted_pairs(stored)
     nonzero = (halves & 0x7FFF7FFF) + 0x7FFF7FFF
@@ -258,8 +258,9 @@ def e4m3_values(codes):
 def encode_float4(x):
     """float32 as e2m1 codes, one in each element, rounded to nearest even and saturated.
 
-    The code of a magnitude is the number of midpoints, between neighbouring e2m1 values, below the magnitude. At a
-    midpoint the even code wins. NaN becomes 0 with the NaN's sign. All devices produce identical codes.
+    The code of a magnitude is the number of midpoints below it, where a midpoint is halfway between two neighbouring
+    e2m1 values. A magnitude at a midpoint gets the even code. NaN becomes 0 with the NaN's sign. All devices produce
+    identical codes.
     """
     size = tl.abs(x)
     code = (size > 0.25).to(tl.uint32) + (size >= 0.75).to(tl.uint32) + (size > 1.25).to(tl.uint32)

@@ -3,7 +3,7 @@
 A matrix product multiplies a block of keys with the heads of one token. The kernel weights this product in registers
 and sums it over heads, which leaves one logit per key. The *tile* kernel, for prompts, holds a block of keys and visits
 neighbouring tokens. The *walk* kernel, for decoding, holds one token's queries and visits blocks of keys. In the *list*
-kernel, a program has one token and a block of entries of its list of packed keys.
+kernel, a program has one token and a block of entries of the token's list of packed keys.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Shape(Constants):
 
 
 def packed_shape(call: Any, block_h: int, block_d: int, scales: Any = None) -> Shape:
-    """The `Shape` of a call over packed keys of 16 or 32 bits, which may have an array of scales."""
+    """The `Shape` of a call over packed keys with elements of 16 or 32 bits, which may have an array of scales."""
     return Shape(
         HEADS=call.num_heads,
         BLOCK_H=block_h,
@@ -127,7 +127,7 @@ class Operands(NamedTuple):
 class KeyBlock(NamedTuple):
     """The locations of a block of keys."""
 
-    place: tl.tensor  # the offset of each key's values in the array of keys
+    place: tl.tensor  # the offset of each key's first element in the array of keys
     page: tl.tensor  # each key's page, or -1 for a key that may not be read
 
 
@@ -215,7 +215,7 @@ def pages_of_keys(keys, readable, seq, table, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def key_places(keys, page, array, SHAPE: tl.constexpr):
-    """The offsets of the keys' values in the array of keys."""
+    """The offset of each key's first element in the array of keys."""
     if SHAPE.PAGE_SIZE:
         slot = keys % SHAPE.PAGE_SIZE
         place = page.to(tl.int64) * array.page_stride * SHAPE.PAGE_UNIT

@@ -1,9 +1,9 @@
 """Calls with key ranges: the key blocks that a block of rows visits, and the queries that see a block of keys.
 
-Each row has several ranges of keys. For each index, the smallest range that contains the rows' ranges with this index
-is a range of the *row block*. The ranges of a row block are sorted by their first keys and visited one after the other.
-Within a range, every row sees the key blocks in the middle, which need no mask; the key blocks at both ends do. If
-ranges of a row block overlap, the earlier range gets the shared key blocks, so no key block is visited twice.
+Each row has several ranges of keys. Range i of a *row block* is the smallest range that contains range i of each of its
+rows. The ranges of a row block are sorted by their first keys and visited one after the other. Within a range, every
+row sees the key blocks in the middle, which need no mask. The key blocks at both ends need one. If ranges of a row
+block overlap, the earlier range gets the shared key blocks, so no key block is visited twice.
 
 There are two masked loops. For solid ranges (see `RowRanges`), which nearly all masks of models have, the loop compares
 each row's ranges with keys only to hide logits. For other ranges, an exact loop also finds the keys that no row sees.

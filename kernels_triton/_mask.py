@@ -6,7 +6,7 @@ return kernel arguments. For packed sequences also change `sees`, which saves co
 `first_query` and `end_query`, which give the queries that see a key. A draft mask hides further individual keys.
 
 Ranges of keys from the caller have no order, and replace the other masks. A program loads the ranges of its block of
-rows (`RowRanges`). `_key_ranges` determines which blocks of keys it visits.
+rows (`RowRanges`). `_key_ranges` determines which blocks of keys the program visits.
 """
 
 import dataclasses

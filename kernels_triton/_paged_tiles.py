@@ -40,10 +40,11 @@ def rows_of_short(call: Any, tokens: int, most: int) -> int:
 
 
 def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
-    """The fields of a `Tile` with segments. Its two kernels have equal sizes, with 64 rows for wgmma if they fit.
+    """The fields of a `Tile` with segments.
 
-    A program has two softmax states, that of a segment and that of all segments before it, so it needs more warps. Of
-    these fields, only `split_block_q` depends on `short_tokens`. No field depends on the pages.
+    The tile kernel and the split kernel have equal sizes, with 64 rows for wgmma if they fit. A program has two softmax
+    states, that of a segment and that of all segments before it, so it needs more warps. Of these fields, only
+    `split_block_q` depends on `short_tokens`. No field depends on the pages.
     """
     width, nvidia = padded_width(call), call.device.arch.startswith("sm_")
     rows, changed = 64, looks_up_always(call)
@@ -56,7 +57,7 @@ def segment_fields(call: Any, short_tokens: int) -> dict[str, int]:
     if nvidia:
         most = 16 if width > 256 else 64 if width <= 64 and call.device.arch in WGMMA else 32
         keys = sizes.keys if decodes(call) else min(sizes.keys, most)
-        stages = 1 if on_cuda_cores(call) else sizes.stages  # with more, ptxas spills a few bytes
+        stages = 1 if on_cuda_cores(call) else sizes.stages  # with more stages, ptxas spills a few bytes
         sizes = sizes._replace(keys=keys, warps=max(sizes.warps, 8), stages=stages)
     elif hides_first_keys(call) or OLDER_COMPILER:
         sizes = sizes._replace(keys=min(sizes.keys, 32))

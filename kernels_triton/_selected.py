@@ -90,7 +90,7 @@ def steps_of(named, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def index_of_step(step, LISTS: tl.constexpr, BLOCK_KV: tl.constexpr):
-    """For each key that a loop visits in a step, the index of its block in the list; one index if all share a block."""
+    """For each key that a loop visits in a step, the index of its block in the list; one index if all keys share it."""
     if LISTS.BLOCK_SIZE >= BLOCK_KV:
         index = step // (LISTS.BLOCK_SIZE // BLOCK_KV)
     else:

@@ -74,7 +74,7 @@ class Config(Constants):
     LISTS: ListKind
     BLOCK_Q: int  # rows per program
     SPLITS: int  # splits per job and KV head
-    SEGMENTS: int  # segments of a job's blocks, or 0; each segment is a split, or one program visits all
+    SEGMENTS: int  # segments of a job's blocks, or 0; each segment is a split, or one program visits all segments
     LEAST_STEPS: int  # minimum steps of each segment or split except the last
     COMBINED: bool  # whether K and V are interleaved in one array
     HAS_NUM_SEQS: bool

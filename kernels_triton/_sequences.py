@@ -57,7 +57,7 @@ class Edges(NamedTuple):
 
     The unmasked loop visits the blocks in the middle, the masked loop those at both ends. For dk and dv, the edges are
     those of the blocks of rows that see a program's keys. If queries have several ranges of keys, there can be several
-    such parts, one after the other. `later` has the four edges of each part after the first.
+    parts like the one in the picture, one after the other. `later` has the four edges of each part after the first.
     """
 
     start: tl.tensor

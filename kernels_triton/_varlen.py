@@ -36,7 +36,8 @@ from ragged_attention.kernels_triton._sequences import Edges, find_segment, max_
 from ragged_attention.kernels_triton._softmax import matmul
 from ragged_attention.kernels_triton._tiles import NARROWEST, WGMMA, cdiv, fit, item_size, next_power_of_2
 
-LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)  # maximum part of a 32-bit offset from tokens, or from heads
+# The maximum that the token indices, or the head indices, within a block may contribute to a 32-bit offset.
+LARGEST_OFFSET: tl.constexpr = tl.constexpr(2**30)
 LARGEST_TOKEN_STRIDE = LARGEST_OFFSET.value // 256  # no block has more than 256 rows
 
 

@@ -24,7 +24,7 @@ TERMS: tl.constexpr = tl.constexpr(4)  # numbers stored per row: norm, offset, s
 
 @triton.jit
 def signed_scales(sm_scale, soft_cap, HAS_SOFT_CAP: tl.constexpr):
-    """`logit_scales`; the factor that contains `sm_scale` also has its sign."""
+    """The result of `logit_scales`, in which the factor that contains `sm_scale` also has its sign."""
     inner, cap, outer = logit_scales(sm_scale, soft_cap, HAS_SOFT_CAP)
     sign = tl.where(sm_scale < 0, -1.0, 1.0)
     if HAS_SOFT_CAP:
@@ -110,7 +110,7 @@ class LoadedRows(NamedTuple):
     offset: tl.tensor
     share: tl.tensor
     alibi: tl.tensor  # the rows' slopes
-    row: tl.tensor  # their indices, counted from the sequence's first query
+    row: tl.tensor  # the rows' indices, counted from the sequence's first query
     readable: tl.tensor
     tables_ptr: tl.tensor  # the address of the first table of the relative bias
 

@@ -62,8 +62,8 @@ def why_not(call: IndexerCall) -> str | None:
 def heuristic(call: IndexerLogits) -> Tile:
     """The walk kernel's tile if sequences average at most FEW_TOKENS query tokens, else the tile kernel's.
 
-    A call with lists of keys runs the list kernel. It has the sizes of the walk kernel, because tokens share no keys in
-    either kernel.
+    A call with lists of keys runs the list kernel. It has the sizes of the walk kernel, because a program of each of
+    these two kernels has only one token.
     """
     return tile_for(call, call.listed or decodes(call))
 

@@ -232,7 +232,7 @@ def key_kernel(
 class Work:
     """A call's arguments in the kernels' terms."""
 
-    arrays: tuple[Any, ...]  # arguments of both kernels, with q as a stand-in for absent arrays
+    arrays: tuple[Any, ...]  # arguments of the query and the key kernel, with q as a stand-in for absent arrays
     numbers: dict[str, Any]
     shape: Shape
 

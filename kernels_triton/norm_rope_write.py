@@ -88,9 +88,9 @@ def norm_rope_kernel(
     k_page_stride, k_slot_stride, k_head_stride, v_page_stride, v_slot_stride, v_head_stride,
     k_scale_factor, v_scale_factor, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Compute one query head of a block of tokens, or write one KV head. KV heads follow query heads in the grid.
+    """Compute the new queries of one head for a block of tokens, or write the K and V of one KV head.
 
-    If K and V are interleaved in one array, `v_pages_ptr` is None.
+    KV heads follow query heads in the grid. If K and V are interleaved in one array, `v_pages_ptr` is None.
     """
     COMBINED: tl.constexpr = v_pages_ptr is None
     if COMBINED:

@@ -6,7 +6,7 @@ long sequence the program visits all keys that the rows see. For a short sequenc
 visits one KV split, and `combine_kernel` merges the splits.
 
 If the tiles for long and short sequences are equal, or if the host expects short sequences only, one launch has
-programs for both kinds. Otherwise there are two launches.
+programs for long and for short sequences. Otherwise there are two launches.
 """
 
 import dataclasses
@@ -255,7 +255,8 @@ def ragged_latent_kernel(
 
     The first programs are those of short sequences: `num_parts` for each block of their SHORT_ROWS rows. If a sequence
     has several splits, their normalised results go to parts [splits, SHORT_ROWS, DV] float32, and their base-2 lse to
-    an array without the last axis. The other programs also write rows that belong to no sequence.
+    an array without the last axis. The other programs are those of long sequences; they also write rows that belong to
+    no sequence.
     """
     LOOP: tl.constexpr = CONFIG.LOOP
     FORMAT: tl.constexpr = CONFIG.FORMAT

@@ -9,9 +9,10 @@ tile kernel finds its sequence by binary search over `cu_q_lens`. A program of t
 over all lengths or, if each segment of keys is a split (`_segments`), from its index. A program without work returns at
 once.
 
-Both kernels find their rows and keys (`_splits`), load the rows (`_rows`), run the FlashAttention loop over keys
-(`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named tuple. Compile-time constants
-are frozen dataclasses (`_constants`); `Config` has all constants of a launch. docs/kernels.md explains the design.
+The tile kernel and the split kernel find their rows and keys (`_splits`), load the rows (`_rows`), run the
+FlashAttention loop over keys (`_pages`, with the masks of `_mask`), and store the rows. A bundle of tensors is a named
+tuple. Compile-time constants are frozen dataclasses (`_constants`); `Config` has all constants of a launch.
+docs/kernels.md explains the design.
 """
 
 import dataclasses
@@ -110,13 +111,14 @@ class Tile:
     edge_kv: int = 64  # keys per step of the tile kernel's masked loop; at most block_kv
     num_warps: int = 4
     num_stages: int = 2
-    split_weights_below: int = 1024  # rows that see fewer keys get two-term bfloat16 weights; 0 is faster
+    split_weights_below: int = 1024  # rows that see fewer keys than this get two-term bfloat16 weights; 0 is faster
     split_block_q: int = 16  # a sequence with at most this many rows goes to the split kernel
     split_block_kv: int = 64
     split_num_warps: int = 4
     split_num_stages: int = 3
     num_splits: int = 1  # total KV splits per KV head across the batch; 1 disables splitting
-    segment_kv: int = 0  # keys per segment, or 0. With segments, both kernels have `block_q` rows and `block_kv` keys
+    # Keys per segment, or 0. With segments, the tile and the split kernel have `block_q` rows and `block_kv` keys.
+    segment_kv: int = 0
     joined_tokens: int = 1  # tokens per job, for selected blocks; with these, num_splits is per token
 
     def __post_init__(self) -> None:
@@ -151,7 +153,7 @@ def heuristic(call: RaggedPagedAttention) -> Tile:
 
 
 def invariant_tile(call: RaggedPagedAttention) -> Tile:
-    """A batch-invariant tile: no size that changes a bit depends on the batch or on pages; see `_segments`."""
+    """A batch-invariant tile: no size that affects results' bits depends on the batch or pages; see `_segments`."""
     if call.selected is not None:
         return Tile(**_selected_pages.invariant_fields(call), segment_kv=SEGMENT)
     return Tile(**_paged_tiles.segment_fields(call, short_tokens(call)), segment_kv=SEGMENT)
@@ -180,7 +182,7 @@ def splits(call: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Config(Constants):
-    """The compile-time constants of a launch of either attention kernel."""
+    """The compile-time constants of a launch of the tile kernel or the split kernel."""
 
     ATTENTION: Attention
     SCALING: Scaling
@@ -335,7 +337,7 @@ def split_kernel(
 
 
 def shared_arguments(call: Any, launch: Any) -> Shared:
-    """The arguments that both attention kernels share, with q as a stand-in for absent arrays."""
+    """The arguments that the tile kernel and the split kernel share, with q as a stand-in for absent arrays."""
     q = launch.packed(call.q)
     k_pages, v_pages, kv_strides = cache_views(call, launch)
     k_scale, k_factor, k_stride = scale_arguments(call.k_scale, q, launch)
@@ -365,7 +367,7 @@ def shared_arguments(call: Any, launch: Any) -> Shared:
         HAS_ALIBI=has_alibi,
         BIAS=bias_form,
     )
-    array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # a call never has both
+    array = draft_mask if call.key_ranges is None else ranges_array(call, launch, q)  # never both arrays
     others = {"k_scale": k_scale, "v_scale": v_scale, **scale_pages, "mask": array, "alibi_slopes": slopes}
     others |= {"relative_bias": bias, MAX_LOGITS: cleared(call, launch, q)}
     attention = {"SHAPE": shape_of(call, call.v_head_dim, launch), "MASK": mask, "KEEPS_LARGEST": keeps_largest(call)}
@@ -438,7 +440,7 @@ def loop_of_split(call: Any, tile: Tile) -> Loop:
 
 
 def loop_of_segments(call: Any, tile: Tile) -> Loop:
-    """The `Loop` of both attention kernels if there are segments."""
+    """The `Loop` of the tile kernel and the split kernel if there are segments."""
     return Loop(
         BLOCK_KV=tile.block_kv,
         EDGE_KV=tile.block_kv,

@@ -158,7 +158,8 @@ def gather_kernel(
 ):  # fmt: skip
     """Add the rows of all entries that name one slot to the slot's row of the gradient.
 
-    `order` has the entries sorted by slot. Only the program at a slot's first entry does this; the others return.
+    `order` has the entries sorted by slot. Only the program at a slot's first entry adds rows; the other programs
+    return.
     """
     index = tl.program_id(0)
     row = tl.load(rows_ptr + index)

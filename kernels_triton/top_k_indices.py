@@ -316,7 +316,7 @@ def select_kernel(
         write_selected(row, threshold, skipped, results, True, SELECTION)
 
 
-NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # for rows that no indexer computed
+NO_INDEXER = {"num_tokens": 0, "max_num_seqs": 0, "capacity": 0, "longest": 0}  # if no indexer computed the rows
 ALL_SEEN = Sight(PAGED=False, RATIO=1, RELATIVE=False, HAS_NUM_SEQS=False)
 
 

@@ -1,7 +1,7 @@
 """Attention over packed sequences in Triton: one kernel, with online softmax over blocks of keys as in FlashAttention.
 
 A program computes a block of rows of one KV head and one sequence. It finds the sequence by binary search, so the grid
-follows from shapes alone. Only the key blocks at both edges, which some row does not see in full, pay for masks.
+follows from shapes alone. Only the first and last key blocks, which some row does not see in full, pay for masks.
 """
 
 import dataclasses

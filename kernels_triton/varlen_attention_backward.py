@@ -194,7 +194,7 @@ def dkv_sizes(call: Any) -> Sizes:
 
 
 def dkv_sizes_of_hopper(call: Any, columns: int) -> Sizes:
-    """`dkv_sizes` on Hopper: 64 keys and four warps if their registers can hold both accumulators.
+    """`dkv_sizes` on Hopper: 64 keys and four warps if their registers can hold the accumulators of dk and dv.
 
     A multiprocessor then runs two independent programs. Accumulators with 320 columns leave few registers for masks,
     soft caps and shares.
@@ -217,7 +217,7 @@ def dq_sizes(call: Any) -> Sizes:
     if call.device.platform == "cpu":
         return Sizes(64, 64, 4, 2)
     if on_cuda_cores(call):
-        spills = OLDER_COMPILER and arch in WGMMA  # with eight warps
+        spills = OLDER_COMPILER and arch in WGMMA  # whether eight warps would spill
         return Sizes(16, 16, 8 if arch.startswith("sm_") and not spills else 4, 1)
     if call.relative_bias is not None:
         takes_registers = columns > 256 or len(call.relative_bias.shape) == 3 or call.key_ranges is not None
@@ -603,7 +603,7 @@ def key_gradients(call: Any, tile: Tile, launch: Any, inputs: Any, numbers: Any,
 
 
 def run(call: VarlenAttentionBackward, tile: Tile, launch: Any) -> Any:
-    """Enqueue the kernels; returns dq, dk, dv, d_sinks and d_relative_bias. Either of the last two may be None."""
+    """Enqueue the kernels; returns dq, dk, dv, d_sinks and d_relative_bias. d_sinks and d_relative_bias may be None."""
     arrays, edges, numbers, config = _varlen.shared_arguments(call, launch, "d_out", "q", "k", "v")
     terms, parts = prepare(call, arrays["d_out"], launch)
     bias, config["BIAS"] = bias_arguments(call, launch, edges[0])

@@ -89,7 +89,7 @@ def quantize_keys_kernel(
 
 
 def arguments_of(k: Any, power_of_two: bool, tile: Tile, launch: Any) -> dict[str, Any]:
-    """The arguments that both kernels share."""
+    """The arguments that `write_keys_kernel` and `quantize_keys_kernel` share."""
     num_tokens, head_dim = k.shape
     return {
         "num_warps": tile.num_warps,

@@ -35,7 +35,7 @@ from ragged_attention.kernels_triton._tiles import (
     stride_arguments,
 )
 
-NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # with a slot mapping
+NO_TABLES = {"max_num_seqs": 0, "capacity": 0, "table_stride": 0, "search_steps": 0}  # for calls with a slot mapping
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e4m3fnuz": 224.0, "float8_e5m2": 57344.0}
 FEATURES = frozenset({
     "slot_mapping", "page_indices", "kv_lens", "cu_q_lens", "num_seqs", "k_scale", "v_scale", "k_scale_pages",

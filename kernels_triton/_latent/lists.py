@@ -68,7 +68,10 @@ def blocks_before(position, mask, KIND: tl.constexpr, BLOCK_KV: tl.constexpr):
 
 @triton.jit
 def list_blocks(lists, seq, job, mask, KIND: tl.constexpr):
-    """(keys in a job's list, keys in its second list, first blocks of its list that no query sees, later blocks)."""
+    """(keys in a job's list, keys in its second list, skipped blocks, other blocks).
+
+    Blocks are those of the first list. The first blocks, which no query sees, are skipped.
+    """
     index = seq * KIND.Q_TOKENS + job if KIND.LENS_OF_TOKENS else seq
     num_keys = list_length(lists.lens_ptr, index, lists.longest, KIND.HAS_LENS)
     skipped = blocks_before(num_keys - KIND.Q_TOKENS, mask, KIND.MASK, KIND.BLOCK_KV)

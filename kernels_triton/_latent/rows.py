@@ -150,9 +150,8 @@ def e2m1_values(codes):
 @triton.jit
 def scaled_pairs(rows, FIRST: tl.constexpr, FORMAT: tl.constexpr, WIDTH: tl.constexpr, DTYPE: tl.constexpr):
     """WIDTH e2m1 columns of rows, from FIRST on, multiplied by their scales. A byte has the codes of two columns."""
-    # Codes are loaded two bytes at a time. For an operand joined from single bytes, Triton 3.6 selects a layout in
-    # which each thread has eight neighbouring keys of 32. A product with only 16 keys then pairs weights with the wrong
-    # keys.
+    # Codes are loaded two bytes at a time. For an operand joined from single bytes, Triton 3.6 selects a layout for 32
+    # keys, with eight neighbouring keys per thread. A product with only 16 keys then pairs weights with the wrong keys.
     COUNT: tl.constexpr = WIDTH // 4
     both = whole_columns(rows.start.to(tl.pointer_type(tl.uint16)), rows.readable, FIRST // 4, COUNT, COUNT)
     pairs = tl.reshape(tl.join(both & 0xFF, both >> 8), [both.shape[0], WIDTH // 2]).to(tl.uint32)
