@@ -1,14 +1,14 @@
-"""Selects the implementation that runs a call, and reports why the others do not run it.
+"""Selects the implementation that runs a call, and reports why the other implementations do not.
 
 The module `<package of Y>.X` implements operation X on backend Y and has the interface `protocols.Implementation`.
 Modules are found by this name, without registration, and a backend is imported when a call first asks for it. Other
 distributions announce their backends in the entry-point group `ragged_attention.backends`, which maps a backend's name
 to its package. A backend's package may offer four functions:
 
-- `state()` returns the values, apart from the call, on which the answers of the backend's modules depend
+- `state()` returns the values, apart from the call, on which the selection of the backend's modules depends
 - `report()` returns rows for `doctor`
 - `missing()` returns what the backend lacks on this machine, or None
-- `why_not(call)` answers for the modules that have no `why_not` of their own
+- `why_not(call)` is the `why_not` of all modules that define none
 """
 
 import contextlib

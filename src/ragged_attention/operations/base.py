@@ -13,7 +13,7 @@ Pages = Array | tuple[Array, Array]
 
 
 def requested(results: Sequence[Any], return_lse: bool, return_max_logits: bool) -> Any:
-    """An attention's `out`, or a tuple of `out` and those of `lse` and `max_logits` that are requested.
+    """The `out` of an attention call, or a tuple of `out` and the requested ones of `lse` and `max_logits`.
 
     `results` holds out, lse and max_logits, whether they are requested or not.
     """
@@ -23,7 +23,7 @@ def requested(results: Sequence[Any], return_lse: bool, return_max_logits: bool)
 
 
 class AttentionKeywords(TypedDict, Generic[Array, Memory], total=False):
-    """Keyword arguments that all attentions with overloads share, and that do not change the number of results."""
+    """Keyword arguments of all attention functions with overloads that do not change the number of results."""
 
     max_q_len: int | None
     sm_scale: float | None
@@ -68,11 +68,11 @@ class FrontEnd(abc.ABC, Generic[Array, Memory]):
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
         out: Memory | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Run an attention with `new_kv`. The last result is the written cache."""
+        """Run an attention call with `new_kv`. The last result is the written cache."""
 
     @abc.abstractmethod
     def write(self, record: type[Call], arguments: Mapping[str, Any], backend: Any, options: Any) -> Any:
-        """Run a write. Returns its results, if it has any, then the written caches in the form of the given ones."""
+        """Run a write. Returns its results, if it has any, then the written caches, in the form that it received."""
 
     def call_of(self, operation: str, arguments: Mapping[str, Any]) -> Call:
         """The checked record of a call, from all arguments of the public function by name."""

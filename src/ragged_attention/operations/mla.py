@@ -309,7 +309,7 @@ class Latent(FrontEnd[Array, Memory]):
                 stay in bfloat16; `fp8_v41` (528 bytes) or `fp4_v41` (288 bytes), which quantise every column.
                 `CacheFormat` describes the bytes.
             power_of_two_scales: round scales up to a power of two; `fp8_v4` and `fp8_v41` can store no other scales.
-                The scales of `fp4_v41` are e4m3 either way.
+                The scales of `fp4_v41` are always e4m3.
             cache_layout: as in `mla_decode`.
             backend, options: as in `ragged_paged_attention`.
 
@@ -317,7 +317,7 @@ class Latent(FrontEnd[Array, Memory]):
             uint8 [P, G, 1, bytes]. The scale of a group is its largest magnitude over 448, in float32, at least 1e-4;
             each value is divided by the scale in float32 and rounded to the nearest e4m3, ties to even. Every backend
             makes the same bytes. NaN becomes 0x7F. A group that holds NaN or an infinity has the scale NaN or infinity;
-            `fp8_v4` and `fp8_v41` store either as 0xFF, which is NaN. In `fp4_v41`, the scale is the largest magnitude
+            `fp8_v4` and `fp8_v41` store both as 0xFF, which is NaN. In `fp4_v41`, the scale is the largest magnitude
             over 6, clamped to the range from 2 ** -9 to 448 and rounded to the nearest e4m3; values are rounded to the
             nearest e2m1, at most 6; and a group that holds NaN has the scale NaN and values 0.
 

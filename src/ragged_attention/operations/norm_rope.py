@@ -64,7 +64,7 @@ class NormRope(FrontEnd[Array, Memory]):
             eps: a float > 0, added to the mean of squares.
             interleaved: whether columns 2i and 2i + 1 form a pair (GPT-J), instead of columns i and i + R / 2 (Llama,
                 GPT-NeoX).
-            page_indices, kv_lens, cu_q_lens, num_seqs: the attention's arguments, instead of slots, as in
+            page_indices, kv_lens, cu_q_lens, num_seqs: those of the attention call, instead of slots, as in
                 `write_kv_pages`.
             k_scale, v_scale: as in `write_kv_pages`.
             backend, options: as in `ragged_paged_attention`.

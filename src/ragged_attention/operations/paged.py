@@ -302,7 +302,7 @@ class Paged(FrontEnd[Array, Memory]):
                 P * G), is skipped. In jax, NumPy arrays of i64 are accepted without `jax_enable_x64` too, but not as
                 arguments of the caller's own `jax.jit`, which truncates them to int32 before this function sees them. A
                 tuple `(page_indices, kv_lens, cu_q_lens)` stands for those three arguments.
-            page_indices, kv_lens, cu_q_lens, num_seqs: the attention's arguments, instead of slots: token i of a
+            page_indices, kv_lens, cu_q_lens, num_seqs: those of the attention call, instead of slots: token i of a
                 sequence goes to position `kv_len - q_len + i`. Tokens whose page index is outside [0, P) are skipped.
             k_scale, v_scale: the stored value is `k / k_scale`, computed in float32, rounded to nearest even and
                 saturated at the format's largest finite value. A scale is a float whose magnitude is at least the
@@ -319,9 +319,9 @@ class Paged(FrontEnd[Array, Memory]):
                   float8_e4m3fn, 57344 for float8_e5m2, and 224 for float8_e4m3fnuz. The code is x * (1 / scale),
                   clamped; int8 rounds half away from zero, as vLLM does.
                 - 4-bit codes from 0 to 15: scale = max((max(x) - min(x)) / 15, 1e-6). With `zero` in the bits of the
-                  scale, zero is -min(x) / scale and the code is x * (1 / scale) + zero; both are rounded half away from
-                  zero and clamped to 0 to 15, as in vLLM. For a stored zero, the scale is also at least amax / 32768,
-                  zero is not rounded, and codes are rounded to even.
+                  scale, zero is -min(x) / scale and the code is x * (1 / scale) + zero; zero and code are rounded half
+                  away from zero and clamped to 0 to 15, as in vLLM. For a stored zero, the scale is also at least amax
+                  / 32768, zero is not rounded, and codes are rounded to even.
                 - nvfp4: scale = amax / (6 * k_scale), rounded to e4m3, where `amax` is that of the row before its
                   division by `k_scale`. The code is k * (1 / (scale * k_scale)), or 0 if the scale is 0, as in
                   FlashInfer.

@@ -186,16 +186,17 @@ class Varlen(FrontEnd[Array, Memory]):
 
         Returns:
             dq, dk, dv of the shapes and dtypes of q, k, v; d_sinks like `sinks`, None without sinks; d_relative_bias
-            like `relative_bias`, None without it or without `return_d_relative_bias`. With p[j] = exp(logit[j] - lse),
-            share = sigmoid(lse - sink) (1 without sinks), and delta = out . d_out:
+            like `relative_bias`, None without it or without `return_d_relative_bias`. In the sums, a row is a query
+            token with one query head. With p[j] = exp(logit[j] - lse), share = sigmoid(lse - sink) (1 without sinks),
+            and delta = out . d_out:
 
                 dv[j] = sum over rows of share * p[j] * d_out
                 d_logit[j] = p[j] * (share * (d_out . v[j] - delta) + d_lse)
                 d_sink = sum over rows of (share - 1) * delta
                 d_relative_bias[c] = sum of d_logit[j] over the rows and their keys that use column c
 
-            from which dq and dk follow by the product rule, through the soft cap's `1 - tanh^2`. A query that sees no
-            key, and a key that no query sees, get 0. Sums are in float32.
+            from which dq and dk follow by the chain rule, with the factor `1 - tanh^2` if there is a soft cap. A query
+            that sees no key, and a key that no query sees, get 0. Sums are in float32.
 
         Raises:
             InvalidInput, TypeError, Unsupported: as `ragged_paged_attention`.

@@ -201,7 +201,10 @@ def drawn(runner: Runner, strategy: st.SearchStrategy[Any], check: Callable[[Any
 
 
 def _to_learn_from(tally: "_Tally", strategy: st.SearchStrategy[Any]) -> list[Any]:
-    """The values tried so far. If they are few, more are drawn, because the first ones are almost empty."""
+    """The values tried so far.
+
+    If they are few, more are drawn and added, because the first batches of a hypothesis run are almost empty.
+    """
     values = [*tally.values]
     if len(values) < ATTEMPTS:
         _hypothesis_test(strategy, ATTEMPTS, start=2)(lambda value: values.append(value))()
@@ -259,7 +262,7 @@ class _Tally:
         self.refusals: list[Declined] = []
 
     def attempt(self, value: Any) -> bool:
-        """Whether the backend answered on this value; raises the error, with a `Failure`, if the check fails."""
+        """Whether the backend returned results for a value; raises the error, with a `Failure`, if the check fails."""
         self.tried += 1
         self.values.append(value)
         try:
@@ -321,7 +324,7 @@ def in_frame(name: str, call: Callable[[], Any]) -> Any:
 
 
 def answers(check: Callable[[Any], object], batch: Any) -> bool:
-    """Whether the check of this batch called the backend and got an answer; adds a `Failure` to any error."""
+    """Whether the check of this batch got results from the backend; adds a `Failure` to any error."""
     try:
         with _separate_answers():
             in_frame(steering.told(batch), lambda: check(batch))

@@ -190,7 +190,7 @@ def find_taken(value: Any, values: Sequence[Any], ask: Ask) -> Any:
 
 
 def _together(base: Any, reason: str, words: Mapping[Path, Sequence[Any]], ask: Ask) -> Any:
-    """A structure with several changes that the backend takes, or None.
+    """`base` with several fields changed at once, such that the backend takes it; None if none is found.
 
     This is for backends that refuse with the same reason whichever condition is violated.
     """
@@ -219,7 +219,7 @@ def _climb(base: Any, reason: str, seen: set[str], words: Mapping[Path, Any], as
 
 
 def _moves(base: Any, reason: str, words: Mapping[Path, Sequence[Any]]) -> list[tuple[Path, Any]]:
-    """The possible changes of one field; changes that the refusal hints at come first."""
+    """All changes of a single field, as its path and new value. Changes that the refusal hints at come first."""
     fields, words_of_reason = leaves(base), set(re.findall(r"\w+", reason))
     moves = [(path, new) for path in words if path in fields for new in words[path] if not _equal(new, fields[path])]
     return sorted(moves, key=lambda move: -_hints(str(move[0][-1]), move[1], reason, words_of_reason))

@@ -88,7 +88,7 @@ class Step:
     grid: tuple[int, ...]
     indices: tuple[int, ...]
     arguments: Mapping[str, Any]
-    compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # by Triton's current device
+    compiled: dict[Any, Compiled] = dataclasses.field(default_factory=dict)  # kernels by Triton's current device
 
     def through_triton(self, tensors: Sequence[torch.Tensor], device: Any) -> None:
         """Launch through Triton, and keep the compiled kernel for later calls on `device`, unless that is None."""
@@ -134,7 +134,7 @@ class LaunchRecording:
         whole = [index for index in range(len(requests)) if inputs + index in _flat(results) or not self.jitted]
         self.allocations = [requests[index] for index in whole]
         self.new: list[New] = []
-        end = 0  # of the allocation that all tensors except results share
+        end = 0  # bytes so far in the allocation that all tensors except results share
         for index, (shape, dtype) in enumerate(requests):
             if index in whole:
                 self.new.append(New(shape, dtype, whole.index(index)))

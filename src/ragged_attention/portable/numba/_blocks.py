@@ -55,7 +55,7 @@ call_of = FIELDS.at
 UNIT = ("seq", "first", "last", "base", "seen", "low", "high", "split", "num_splits", "blocks", "row")
 unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
 SPAN = 1024  # columns per split if scores are the result, a multiple of every block size
-SHARES = 32  # for a top-k, a unit with more than 1/SHARES of the total work is split
+SHARES = 32  # for a top-k, only a unit with more than 1/SHARES of the total work is split
 MAX_FLOATS = 2**18  # scores per unit, for a top-k; a single token may have more
 FORCED = INFINITY + 1  # the `ordered` integer of a block that is always selected
 

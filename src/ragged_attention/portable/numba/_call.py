@@ -208,7 +208,7 @@ def numbers_of_bias(call: Any) -> dict[str, int]:
 
 
 def results_of(call: Any) -> dict[str, tuple[Any, Any]]:
-    """The shape and dtype of each result of an attention, by its name in the kernels.
+    """The shape and dtype of each result of an attention call, by its name in the kernels.
 
     The result `max_logits` is `head_max_logits` there, because the kernels' own `max_logits` is [T, H].
     """

@@ -442,9 +442,9 @@ def _bfloat16_of(mantissa: int, bias: int, special: Callable[[int], float | None
 
 
 def magnitudes_of(builder: Any, table: Any, codes: Any) -> tuple[Any, Any]:
-    """Pairs of numbers looked up in `table`, which has 128 numbers of 16 bits, and the sign bits of `codes`.
+    """The numbers that `table` has for the lower seven bits of `codes`, as pairs, and the sign bits of `codes`.
 
-    Both results are vectors of bytes. `codes` holds each code twice. Needs PAIRS.
+    `table` has 128 numbers of 16 bits. `codes` holds each code twice. The results are vectors of bytes. Needs PAIRS.
     """
     kind = codes.type
     name = "llvm.x86.avx512.vpermi2var.qi.512"  # looks up the lower seven bits in a table of 128 bytes

@@ -157,8 +157,8 @@ def derive(tile, row, count, scale, soft_cap, alibi, distance, biased):
 def differentiate(tile, row, first, left, right, count, scale, soft_cap):
     """Replace a row's products q . k in `s` by weights r p, and d_out . v in `d_s` by the gradients of q . k.
 
-    Both become 0 for keys outside [left, right) and in the row's gaps. The first key is at position `first`. If the
-    gradient of the relative bias is a result, the gradients of the logits are added to the row's table.
+    The weights and gradients are 0 for keys outside [left, right) and in the row's gaps. The first key is at position
+    `first`. If the gradient of the relative bias is a result, the gradients of the logits are added to the row's table.
     """
     s, d_s, whole = tile.s + 4 * row * tile.keys, tile.d_s + 4 * row * tile.keys, up_to(count, LANES)
     if right <= left:

@@ -68,7 +68,7 @@ call_of = FIELDS.at
 UNIT = ("seq", "first", "last", "low", "high", "split", "num_splits", "length", "row")
 unit_at, UNIT_BYTES = _records.record_at(UNIT), 8 * len(UNIT)
 SPAN = 1024  # keys per split if logits are the result
-SHARES = 32  # for a top-k, a block with more than 1/SHARES of the total work is split
+SHARES = 32  # for a top-k, only a block with more than 1/SHARES of the total work is split
 MAX_FLOATS = 2**18  # logits per block, for a top-k; a single token may have more
 HEADS, COLUMNS = 4, 2 * LANES  # heads and keys whose products are computed together
 

@@ -1,4 +1,4 @@
-"""The two matrix products of an attention over tiles. They are computed for ROWS rows, that is four, at a time.
+"""The two matrix products of an attention kernel, over tiles. They are computed for ROWS rows (four) at a time.
 
 A tile holds float32 or pairs of bfloat16. A *place* is 32 bits, which hold one float32 or one pair; sizes count places.
 A pair holds two columns of a query or key, or two keys of the weights or values.

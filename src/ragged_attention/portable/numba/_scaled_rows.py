@@ -69,7 +69,7 @@ ZEROS = {"": 0, "mantissa": 1, "stored": 2}
 MANTISSA, STORED_ZERO = ZEROS["mantissa"], ZEROS["stored"]
 # `scale_step` is the stride in bytes from a scale of a row to the next one. Without scales, `num_scales` is 0.
 SIDE = ("codes", "scale_codes", "num_scales", "scale_step", "group", "zero")
-MOST_SCALES = 32  # per row
+MOST_SCALES = 32  # the maximum number of scales per row
 SCRATCH = 4 * MOST_SCALES + 64  # bytes for a row's scales as floats, and for up to 64 bytes of codes or scales
 CODES_AT = 4 * MOST_SCALES
 
@@ -342,7 +342,10 @@ def _pairs_of_two_values(prepare: Any, pairs_at: Any, expand_pair: Any) -> Any:
 
     @compiled
     def pair_values(tile, side, columns, key, first, second):
-        """Write the pairs of two values, of which one or both may be zeros; returns their largest scales by lane."""
+        """Write two rows of V as pairs, and return their largest scales by lane.
+
+        `first` and `second` are the addresses of the rows, or `tile.zeros` for a missing row.
+        """
         # The zeros of a missing value may become other numbers, but its weight is 0.
         scales, others = int_at(tile.v_scales, key), int_at(tile.v_scales, key + 1)
         both, row = first != tile.zeros and second != tile.zeros, tile.v + 2 * key * tile.v_width

@@ -88,7 +88,7 @@ def mark(call, table, first, last, head, base, blocks):
 
 @inlined
 def next_block(row, block, stop):
-    """The first block of [block, stop) that a table's row has marked, else `stop`. Block 0 is the table's first."""
+    """The first block of [block, stop) that a table's row marks, else `stop`. Bit 0 of the row stands for block 0."""
     while block < stop:
         rest = int_at(row, block // BITS) >> block % BITS  # a negative word shifts ones in after its last bit
         if rest:
@@ -99,7 +99,7 @@ def next_block(row, block, stop):
 
 @inlined
 def next_key(call, row, base, position, stop):
-    """The first marked key of [position, stop), else `stop`; `base` is the first block of the table that has `row`."""
+    """The first key of [position, stop) in a block that `row` marks, else `stop`. Bit 0 of `row` stands for `base`."""
     shift = trailing_zeros(call.block_size)
     if position >= stop:
         return stop
@@ -109,7 +109,7 @@ def next_key(call, row, base, position, stop):
 
 @inlined
 def end_of_run(call, row, base, position, stop):
-    """The end of the run of marked keys of [position, stop) that begins with a marked key."""
+    """The end of the run of marked keys that begins at `position`, which must be a marked key; at most `stop`."""
     shift = trailing_zeros(call.block_size)
     block = (position >> shift) + 1 - base
     while (base + block) << shift < stop and next_block(row, block, block + 1) == block:
@@ -119,7 +119,7 @@ def end_of_run(call, row, base, position, stop):
 
 @compiled
 def list_marked(call, row, base, first, stop, positions):
-    """List the marked keys of [first, stop) in ascending order; returns their number."""
+    """List the marked keys of [first, stop) in ascending order, and return their number."""
     shift, count = trailing_zeros(call.block_size), 0
     if first >= stop:
         return count

@@ -72,7 +72,7 @@ def fill_bins(values, count, bins, low, high, shift):
 
 @compiled
 def threshold_of(values, count, top_k, bins):
-    """The threshold of the top-k, and how many numbers equal to it are not selected: the first ones of the row."""
+    """The threshold of the top-k, and how many numbers equal to it, at the beginning of the row, are not selected."""
     low, high, num_found = bounds_of(values, count)
     if num_found <= top_k:
         return LEAST, count
@@ -98,7 +98,7 @@ def select(values, count, top_k, first, positions, target, scratch):
     """Write the positions of the `top_k` largest numbers of an `ordered` row, in ascending order, then -1.
 
     The number at index i has the position `first` + i, or entry i of the list `positions` if that is not 0. Of equal
-    numbers the last ones are selected.
+    numbers, those with the largest indices are selected.
     """
     bins, candidates = scratch, scratch + INT32 * BINS
     threshold, skipped = threshold_of(values, count, top_k, bins)

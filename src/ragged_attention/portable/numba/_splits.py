@@ -35,9 +35,11 @@ SPLITS = (  # fields of the plan
 UNIT = ("seq", "token", "first", "last", "low", "high", "split", "num_splits", "partial")  # one split of a block
 unit_at = record_at(UNIT)
 UNIT_BYTES = 8 * len(UNIT)
-SHARES = 128  # a block with more than 1/SHARES of the total work of a call is split
-PROGRAMS = 256  # a program of an attention with more than 1/PROGRAMS of the total work is split
-MIN_KEYS = 512  # per split
+# Without `max_splits`, a block is split only if it has more than 1/SHARES of the call's work, and its work for one KV
+# head, which is that of one program, is more than 1/PROGRAMS. A block with segments needs only the second condition.
+SHARES = 128
+PROGRAMS = 256
+MIN_KEYS = 512  # a block has at most one split per MIN_KEYS keys
 MAX_SPLITS = 64
 MAX_SEGMENT = 2**20  # keys
 
@@ -59,8 +61,8 @@ def splits_of(work, keys, total_work, shares, max_splits):
     """The number of splits of a block that has `keys` keys and `work` pairs of a query and a key.
 
     If `max_splits` is not 0, the number depends on `max_splits` and `keys` alone. Otherwise a block with more than 1 /
-    `shares` of the call's `total_work` is split in proportion to its work; `total_work` is 0 until it is known, and
-    then no block is split.
+    `shares` of the call's `total_work` is split in proportion to its work, into at most keys // MIN_KEYS splits.
+    `total_work` is 0 until it is known; until then, no block is split.
     """
     if max_splits:
         return max(min(max_splits, keys // MIN_KEYS), 1)

@@ -372,8 +372,8 @@ def weigh_rows(tile, rows, row, first, count):
 def weigh_keys(tile, rows, first, count, holes, factors, rests):
     """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing.
 
-    If `factors` is not 0, it is the address of the factors of the keys' values, by which the weights are multiplied. If
-    `rests` is not 0, it is the address of numbers that are subtracted from all columns of the keys' values.
+    If `factors` is not 0, it is the address of a factor for each key's row of V; the weights are multiplied by it. If
+    `rests` is not 0, it is the address of a number for each key, which is subtracted from all columns of its row of V.
     """
     if holes:
         for key in range(count):

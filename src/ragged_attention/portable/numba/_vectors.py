@@ -144,7 +144,7 @@ splat = function_of(vector, types.float32)(in_all_lanes)
 
 @function_of(vector)
 def lane_numbers(builder: Any) -> Any:
-    """The numbers of the lanes, from 0 on."""
+    """The indices of the lanes, from 0 on, as floats."""
     del builder
     return ir.Constant(FLOATS, [ir.Constant(F32, float(lane)) for lane in range(LANES)])
 

@@ -36,7 +36,7 @@ from ragged_attention.portable.numba._vectors import (
 EXTENSION, API, CONTEXT, NUM_OPERANDS, OPERANDS, NUM_RESULTS, RESULTS, ATTRIBUTES = 1, 2, 3, 7, 9, 12, 14, 20
 DATA, RANK, DIMENSIONS = 3, 4, 5  # in a buffer
 VALUES = 2  # in an array of numbers
-IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; TYPE is in words of four bytes, IS_METADATA is a value of it
+IS_METADATA, TYPE, METADATA = 1, 2, 3  # in an extension; TYPE counts four-byte words; IS_METADATA is a value of TYPE
 VERSION, TRAITS = 3, 4  # in the metadata
 CREATE_ERROR, DESTROY_ERROR, SCHEDULE, NUM_THREADS = 6, 8, 17, 18  # in the table of XLA's functions
 RESOURCE_EXHAUSTED, FAILED_PRECONDITION = 8, 9

@@ -64,7 +64,7 @@ FEATURES = frozenset({
     "d_lse", "max_q_len", "max_kv_len", "sm_scale", "causal", "sliding_window", "soft_cap", "sinks", "alibi_slopes",
     "relative_bias", "return_d_relative_bias", "key_ranges", "selected", "block_size", "deterministic",
 })  # fmt: skip
-# The keys of a sequence are split if one of its KV heads has more than 1/SHARES of the call's work. There are few
+# The keys of a sequence are split only if one of its KV heads has more than 1/SHARES of the call's work. There are few
 # splits, since each of them stores the gradients of all queries of its sequence.
 SHARES = 16
 TILE_FLOATS = 2**16  # maximum floats in a tile's keys and values

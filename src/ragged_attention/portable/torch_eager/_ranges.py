@@ -36,7 +36,7 @@ class Cover(NamedTuple):
     whole: tuple[int, int]  # a range of columns that all rows see
     begins: Ints  # [rows, R], ranges of keys that do not overlap
     ends: Ints
-    seen: NDArray[np.bool_]  # for each column; False only in gaps that were filled
+    seen: NDArray[np.bool_]  # for each column, whether any row sees its key; False only in filled gaps
     blind: NDArray[np.bool_]  # for each row, whether it sees no key
 
     def hidden(self, low: int, high: int) -> NDArray[np.bool_]:
@@ -52,7 +52,7 @@ class Cover(NamedTuple):
 
 
 def cover_between(lows: Ints, highs: Ints) -> Cover:
-    """The cover of rows of which row i sees the keys [lows[i], highs[i]); both bounds must ascend."""
+    """The cover of rows, if row i sees the keys [lows[i], highs[i]). `lows` and `highs` must ascend."""
     keys = np.arange(lows[0], highs[-1])
     low = lows[-1] - lows[0]
     whole = int(low), max(int(highs[0] - lows[0]), int(low))

@@ -10,7 +10,7 @@ from jax import lax
 from ragged_attention.portable.xla._indexer import MAX_LOGITS, MAX_PRODUCTS, Seen, from_own_start
 from ragged_attention.portable.xla._tile import Tile
 
-LEAST, INFINITY = -0x7F800000, 0x7F800000  # the `_ordered` numbers of -inf and inf
+LEAST, INFINITY = -0x7F800000, 0x7F800000  # the integers that `_ordered` has for -inf and inf
 FORCED = INFINITY + 1
 FEATURES = frozenset({
     "key_scale", "starts", "stops", "max_keys", "page_indices", "kv_lens", "cu_q_lens", "num_seqs",

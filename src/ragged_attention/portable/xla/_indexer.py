@@ -89,7 +89,10 @@ def packed_ranges(call: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _paged_tiles(call: Any, tile: Tile, size: int, results: jax.Array, rows: Rows) -> jax.Array:
-    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else those with more."""
+    """Compute the results of the sequences with one query token if `size` is 1, else of those with more.
+
+    A sequence is computed in tiles of `size` tokens.
+    """
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.token_capacity)
 
     def add(seq: jax.Array, first: jax.Array, row: jax.Array, results: jax.Array) -> jax.Array:

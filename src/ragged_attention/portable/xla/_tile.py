@@ -1,4 +1,4 @@
-"""The `Tile` of this backend's attentions and indexer."""
+"""The `Tile` of this backend's attention and indexer operations."""
 
 import dataclasses
 

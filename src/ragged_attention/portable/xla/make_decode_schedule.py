@@ -21,7 +21,7 @@ class Begin(NamedTuple):
     seq: jax.Array
     block: jax.Array
     split: jax.Array
-    num_splits: jax.Array  # i32 [S + 1], cumulative numbers of splits, of sequences finished so far
+    num_splits: jax.Array  # i32 [S + 1], the cumulative number of splits of the sequences finished so far
 
 
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> tuple[jax.Array, jax.Array]:

@@ -1,7 +1,7 @@
 """Ragged attention over a paged latent cache in plain jax operations.
 
 It is ragged paged attention whose keys are the latent rows. Values are the keys' first columns, so a block of rows is
-gathered once for both.
+gathered once for keys and values.
 """
 
 from typing import Any

@@ -1,8 +1,9 @@
 """Ragged paged attention in plain jax operations.
 
 The queries of a sequence are cut into tiles of tokens. A tile loops over the keys that it can see, a block at a time,
-with an online softmax. Both loop counts are run-time values, so the cost depends on the visible keys. One block of K
-and V is gathered at a time. Sequences of one query get tiles of one token, so that decode has no padded rows.
+with an online softmax. The numbers of tiles and of blocks are run-time values, so the cost depends on the visible keys.
+One block of K and V is gathered at a time. Sequences of one query get tiles of one token, so that decode has no padded
+rows.
 """
 
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def attention(
 
 
 class Queries(NamedTuple):
-    """One tile: `size` consecutive rows of q; only its own rows [first, stop) are written."""
+    """One tile: `size` consecutive rows of q, of which only the rows [first, stop) belong to it and are written."""
 
     seq: jax.Array
     first: jax.Array
@@ -97,7 +98,10 @@ class Queries(NamedTuple):
 
 
 def _attend_in_tiles(call: RaggedPagedAttention, blocks: Blocks, size: int, block_kv: int, results: Any) -> Any:
-    """Compute sequences in tiles of `size` tokens: those with one query token if `size` is 1, else those with more."""
+    """Compute the results of the sequences with one query token if `size` is 1, else of those with more.
+
+    A sequence is computed in tiles of `size` tokens.
+    """
     seqs = sequences(call.kv_lens, call.cu_q_lens, call.num_seqs, call.num_tokens, call.capacity)
 
     def attend(seq: jax.Array, first: jax.Array, row: jax.Array, results: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Evidence from a spec's fields: those that make a check fail, and the sequence lengths from which it fails."""
+"""Evidence from a spec's fields: those that make a check fail, and the sequence lengths above which it fails."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +12,7 @@ SIZES = ("dtype", "head_dim", "cache_dtype", "combined", "v_head_dim")  # a back
 
 
 def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
-    """Causes that name the fields without which the check passes, or the lengths from which it fails."""
+    """Causes that name the fields without which the check passes, or the lengths above which it fails."""
     plain, now = steering.leaves(steering.plain(value)), steering.leaves(value)
     changed = [
         path
@@ -31,7 +31,7 @@ def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]
 
 
 def of_lengths(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:
-    """Causes in the lengths of a failing batch: partial last pages, or the number of keys from which it fails."""
+    """Causes in the lengths of a failing batch: partial last pages, or the number of keys above which it fails."""
     size = steering.page_size_of(value)
     for path, lens in lengths_of(value).items():
         whole = tuple((q_len, -(-kv_len // size) * size) for q_len, kv_len in lens) if size else lens

@@ -1,4 +1,4 @@
-"""A common form for all attentions: groups of queries, each with the slots of its keys.
+"""A common form for all attention calls: groups of queries, each with the slots of its keys.
 
 Paged, sparse and packed calls can all be converted to this form. So each known fault of a kernel is described only
 once, as a form with other slots, other masks or other numbers.
@@ -55,7 +55,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Form:
-    """The arguments of an attention of any kind, in float64."""
+    """The arguments of an attention call of any kind, in float64."""
 
     kind: str  # paged | lists | packed
     q: Float64  # [T, H, D]

@@ -152,7 +152,7 @@ def _overflow(form: Form) -> bool:
 
 
 def is_right(runner: Runner, batch: Any, options: Mapping[str, Any]) -> bool:
-    """Whether the batch is an attention and its results are right."""
+    """Whether the batch is an attention call and its results are right."""
     if form_of(batch) is None:
         return False
     try:

@@ -62,7 +62,7 @@ def run(
     Args:
         kernel: a function under `@triton.jit`, in a file, from which Triton reads its source. For an autotuned kernel
             pass the function that it wraps, `kernel.fn`.
-        grid: one to three numbers of programs, or a function from the arguments to them, as Triton takes it.
+        grid: the number of programs in one to three dimensions, or a function from the arguments to it, as in Triton.
         arguments, named: the kernel's arguments by position or name, and Triton's options, such as `num_warps`,
             `num_stages` and `maxnreg`. Arrays are NumPy arrays or torch tensors on the CPU, of any shape, strides and
             dtype that Triton knows; views of larger arrays are allowed. The kernel writes them in place. Numbers,
@@ -116,7 +116,7 @@ def run_text(
 
     Args:
         text: a PTX module.
-        grid: one to three numbers of CTAs (blocks).
+        grid: the number of CTAs (blocks) in one to three dimensions.
         arguments: one for each parameter of the kernel: an array for a pointer, a number, or the bytes of a struct.
         entry: the name of the kernel as it is in the PTX; by default the first.
         threads: the number of threads in a CTA, which has one dimension: a multiple of 32. By default the number that
@@ -367,7 +367,7 @@ class Compiled:
     name: str
     text: str  # PTX
     shared: int  # bytes of shared memory per CTA
-    threads: int  # per CTA, used if the PTX does not specify it
+    threads: int  # threads per CTA, used if the PTX does not specify them
     signature: Mapping[str, Any]  # parameter types by name, "constexpr" for values that are compiled in
     maps: Sequence[Mapping[str, Any]]  # the properties of each tensor map; empty if the architecture has no TMA
     scratch: int  # bytes of global scratch memory per program
@@ -483,7 +483,7 @@ class Bound:
         return cls(positional, by_name, defaults | dict(zip(names, positional, strict=False)) | by_name)
 
     def grid(self, grid: Grid) -> Sequence[int]:
-        """The numbers of programs in each dimension, which may depend on the arguments."""
+        """The number of programs in each dimension, which may depend on the arguments."""
         return grid(self.all) if callable(grid) else grid
 
 

@@ -212,7 +212,7 @@ class Machine:
         return self._lowest(free)
 
     def _early(self, index: int, mask: NDArray[np.bool_], free: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-        """Lanes that must wait at a block that warps execute together, as others of their warp can still reach it."""
+        """Lanes that must wait at a block that warps execute together, because their warp has lanes yet to reach it."""
         if not self.together_only[index]:
             return None
         if index not in self.reaching:
@@ -226,7 +226,8 @@ class Machine:
         if self.rng is None:
             index = int(self.at[free].min())
             return index, free & (self.at == index)
-        lowest = np.where(free, self.at, ENDED).reshape(-1, self.together).min(1)  # of each warp or warpgroup
+        # The lowest block of each warp or warpgroup.
+        lowest = np.where(free, self.at, ENDED).reshape(-1, self.together).min(1)
         first = self.rng.choice(np.flatnonzero(lowest < ENDED))
         index = int(lowest[first])
         drawn = self.rng.random(len(lowest)) < 0.5

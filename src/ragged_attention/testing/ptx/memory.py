@@ -107,7 +107,7 @@ class GlobalAccess:
     def __init__(self, memory: Memory, lanes: Lanes, clocks: Clocks) -> None:
         self.memory, self.lanes = memory, lanes
         self.order = Order(lanes, clocks, memory.released)
-        self.polled: dict[int, tuple[Any, Any]] = {}  # by line: what each lane last found, and whether it has
+        self.polled: dict[int, tuple[Any, Any]] = {}  # by line: each lane's last value, and whether it has one
         # Which lanes have not waited for the previous launch.
         self.early = np.full(lanes.count, memory.unfinished is not None)
 
@@ -240,10 +240,12 @@ class GlobalAccess:
         mask: Mask,
         line: int,
     ) -> None:
-        """Execute atom.global or red.global. `values` has the operands (two for cas), each with a vector's elements.
+        """Execute atom.global or red.global.
 
-        `results` are registers for the old values; they are None or missing if the values are not wanted. `orders` is
-        whether the operation acquires, and whether it releases. For each element, lanes operate one after another.
+        `values` holds the operands (two for cas), each as a list with one entry per element of the vector. `results`
+        holds the registers for the old contents: an entry is None, or the sequence is empty, where these are not
+        wanted. `orders` is whether the operation acquires, and whether it releases. For each element, lanes operate one
+        after another.
         """
         lanes = self.lanes.active(mask)
         if not lanes.size:

@@ -138,9 +138,10 @@ class Names:
         return self.constant(_literal(text, letter, size))
 
     def address(self, text: str, param: bool = False) -> tuple[str, int]:
-        """The register's array and the offset in bytes of an operand [register + offset] or [symbol + offset].
+        """The name of the array with an address register's values, and the offset in bytes, from an operand.
 
-        For a symbol the array is "None". The symbol is one in shared memory or, with `param`, a parameter.
+        The operand is [register + offset], [symbol + offset] or [number + offset]. For a symbol or a number, the name
+        is "None". A symbol is an array in shared memory or, with `param`, a parameter.
         """
         named = re.fullmatch(r"\[\s*([^\s+\]]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text)
         if not named:

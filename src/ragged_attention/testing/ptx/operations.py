@@ -72,7 +72,10 @@ def _space(s: Statement) -> str:
 
 
 def _address(s: Statement, operand: str, space: str) -> tuple[str, int]:
-    """The array of the address register, or "None" for a symbol, and the offset in bytes."""
+    """The name of the array with the address register's values, and the offset in bytes.
+
+    The name is "None" if the address is a symbol or a number.
+    """
     address, offset = s.names.address(operand, space == "params")
     if space == "generic" and address == "None":
         raise s.refused("a generic address that is not in a register")

@@ -22,7 +22,10 @@ ORDERING = re.compile(r"\b(?:(?:atom|red|ld|st)\.\S*(?:acquire|release|acq_rel)|
 
 
 class Shadow:
-    """For each byte, the number + 1 of the CTA that touched it. If order is tracked, also the warp and its clock."""
+    """For each byte, 1 + the index of the CTA that touched it, or 0.
+
+    If order is tracked, each byte also has the warp that touched it, and the clock of that warp.
+    """
 
     def __init__(self, size: int) -> None:
         self.cta = np.zeros(size, np.int32)
@@ -48,7 +51,7 @@ class Order:
         self.met: dict[int, Abroad] = {}
 
     def me(self, lanes: Indices) -> NDArray[Any]:
-        """The number + 1 of each lane's CTA [lanes, 1], as in shadows."""
+        """1 + the index of each lane's CTA, [lanes, 1], as in shadows."""
         return (self.lanes.number[lanes] + 1)[:, None]
 
     def others(self, shadow: Shadow, rows: Indices, size: int, lanes: Indices) -> NDArray[np.bool_]:

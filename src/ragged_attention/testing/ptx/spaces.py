@@ -13,7 +13,10 @@ from ragged_attention.testing.ptx.operands import LOCAL_BASE, LOCAL_WINDOW, PARA
 
 
 def expect_inside(lanes: Lanes, at: Indices, index: Indices, size: int, end: int, line: int, what: str) -> None:
-    """Raise if accesses of `size` bytes at `index`, by the lanes `at`, are not within `end` bytes and aligned."""
+    """Raise unless all accesses of `size` bytes at `index` are aligned and within the first `end` bytes.
+
+    `at` are the lanes that make the accesses.
+    """
     if (wrong := np.flatnonzero((index < 0) | (index + size > end))).size:
         raise lanes.fault(line, at[int(wrong[0])], f"an access of {size} bytes outside {what}", OutOfBounds)
     if (wrong := np.flatnonzero(index % size)).size:

@@ -57,7 +57,7 @@ def _share(lse: NDArray[Any], sinks: NDArray[Any] | None) -> NDArray[Any]:
     return np.where(lse == -np.inf, 0.0, share)
 
 
-# ---- laws of both kinds of gradients
+# ---- laws of the gradients of packed and of sparse attention
 
 
 def nothing_comes_from_nothing(runner: Runner, spec: GradientSpec) -> None:
