@@ -305,7 +305,7 @@ def _environment() -> Config:
 
 
 def state() -> tuple[tuple[Config, ...], ...]:
-    """The configs of the open blocks, and those of the other sources. Equal states give equal answers for a call."""
+    """The configs of the open blocks, and the configs of all other sources. If states are equal, so are selections."""
     global _outside
     outside = _outside
     if outside is None:

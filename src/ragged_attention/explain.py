@@ -1,4 +1,4 @@
-"""Tables of which backend runs a call, and why the others do not.
+"""Tables of which backend runs a call, and why the other backends do not.
 
 This module imports the front ends when it needs them, because they turn a call's arguments into its record.
 """
@@ -28,7 +28,10 @@ class Answer:
 
 
 def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[Answer]:
-    """The answer of every backend, requested backends first. An import error is raised if the call would raise it."""
+    """Whether each backend takes the call, and the reason; requested backends come first.
+
+    An import error is raised if the call would raise it.
+    """
     asked = dispatch.candidates(call.OPERATION, call.device, backend)
     by_default = dispatch.by_default(call.OPERATION, call.device, backend)
     results: list[Answer] = []
@@ -50,7 +53,7 @@ def answers(call: Call, *, backend: str | Sequence[str] | None = None) -> list[A
 
 
 def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> str:
-    """A table of all backends, which marks the one that runs the call and gives the reasons of the others."""
+    """A table of all backends. It marks the backend that runs the call, and says why each other backend does not."""
     rows = [f"{call.OPERATION} from {call.device.framework} on {call.device.name or call.device.platform}"]
     for answer in answers(call, backend=backend):
         rows.append(f"{'*' if answer.chosen else ' '} {answer.backend:10} {answer.text}")
@@ -60,7 +63,7 @@ def explanation(call: Call, *, backend: str | Sequence[str] | None = None) -> st
 
 
 def explain(operation: str, *arguments: Any, backend: str | Sequence[str] | None = None, **keywords: Any) -> str:
-    """A table of which backend would run `operation(*arguments, **keywords)`, and why the others would not.
+    """A table of which backend would run `operation(*arguments, **keywords)`, and why the other backends would not.
 
     `operation` is a name such as "ragged_paged_attention" or a front end's function. The framework is that of the first
     array among the arguments.

@@ -1,4 +1,4 @@
-"""The `key_ranges` of attentions, made from the masks that models use.
+"""The `key_ranges` of attention calls, made from the masks that models use.
 
 Every function takes arrays of torch, jax or NumPy and returns i32 [T, R, 2] of the same framework, on the same device:
 for each query, R ranges [begin, end) of positions in its sequence. Nothing is read back from the device, except by
@@ -10,7 +10,7 @@ differences of `cu_kv_lens`:
     num_tokens: T, the number of query rows; rows after the last sequence get empty ranges.
     num_seqs: the number of live sequences, an int or an array of one element; None means S.
 
-Pass the result to an attention as `key_ranges`, without `causal` and `sliding_window`.
+Pass the result to an attention operation as `key_ranges`, without `causal` and `sliding_window`.
 """
 
 from collections.abc import Callable

@@ -15,7 +15,7 @@ Shaped = tuple[Sequence[int], Any]  # the shape of a result to allocate, and its
 class Implementation(Protocol):
     """The interface of each module `<backend's package>.<operation>`. Only `run` is required; `complete` adds the rest.
 
-    A module may also offer `invariant_tile(call)`, which returns a `Tile` that makes an attention's results
+    A module may also offer `invariant_tile(call)`, which returns a `Tile` that makes an attention call's results
     batch-invariant. A module whose heuristic always returns such a tile sets `BATCH_INVARIANT = True` instead. A module
     with neither refuses calls under `batch_invariant`.
     """
@@ -41,7 +41,7 @@ class Implementation(Protocol):
         """None if the module takes the call, else a sentence with argument, value and limit.
 
         The default is the `why_not` of the module's package. If the package has none, the module takes every call. The
-        answer depends only on static facts.
+        result depends only on static facts.
         """
         ...
 

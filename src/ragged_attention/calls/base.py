@@ -150,7 +150,7 @@ class Call(abc.ABC):
 
     @classmethod
     def no_gradient_of(cls, index: int) -> str | None:
-        """The error message for differentiating by a flat argument that is a constant, or None if it is differentiable.
+        """The error message for a gradient with respect to a flat argument; None if the argument is differentiable.
 
         An operation has gradients with respect to its DIFFERENTIABLE arguments. All other arguments are constants.
         """
@@ -273,14 +273,14 @@ def _is(value: Any, default: Any) -> bool:
 
 
 class WritingCall(Call):
-    """The base of attentions with `new_kv`, this step's rows, which another operation can write first."""
+    """The base of attention calls with `new_kv`, this step's rows, which another operation can write first."""
 
     SEPARABLE: ClassVar[frozenset[str]] = frozenset({"new_kv"})
     WRITE: ClassVar[type[Call]]  # the record of the operation that writes `new_kv`
 
     @classmethod
     def arguments_of_write(cls, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments that the write shares with this attention. A subclass adds the rows to write."""
+        """The arguments that the write shares with this call. A subclass adds the rows to write."""
         shared = {name: arguments[name] for name in cls.WRITE.KINDS if name in arguments}
         return {**cls.WRITE.DEFAULTS, **shared}
 

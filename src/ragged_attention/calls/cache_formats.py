@@ -16,13 +16,13 @@ class CacheFormat:
     `plain` caches hold numbers of one dtype and no scales; for 8-bit numbers, the call may give a scale.
     `fp8_v32`: 512 e4m3 values, 4 float32 scales, 64 bfloat16 rotary values.
     `fp8_v4`: 448 e4m3 values, 64 bfloat16 rotary values, 7 e8m0 scales and a byte of padding.
-    `fp8_v41`: 512 e4m3 values, 16 e8m0 scales; the rotary columns are quantised like the others.
+    `fp8_v41`: 512 e4m3 values, 16 e8m0 scales; the rotary columns are quantised like all other columns.
     `fp4_v41`: 512 e2m1 values, two per byte with the even column in the low half; 32 e4m3 scales.
 
     In the layout "token" the bytes of a token follow one another: values, scales, rotary columns. In the layout "page"
     a page of G tokens holds G rows of values and rotary columns, then G rows of scales and padding; so the values of
     token t of `fp8_v4` begin at byte 576 t of its page, its scales at 576 G + 8 t. `fp8_v32` is always "token",
-    `fp8_v4` is always "page", and the others can be either.
+    `fp8_v4` is always "page", `fp8_v41` and `fp4_v41` can be "token" or "page".
     """
 
     name: str

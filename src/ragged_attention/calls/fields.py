@@ -380,7 +380,7 @@ def expect_scales(name: str, value: Any, heads_name: str, num_heads: int) -> Non
 class Scale(Kind):
     """The scale of cached values: a number, or an array with one element or one per KV head.
 
-    New rows are divided by the scale when a write, or an attention with `new_kv`, stores them in the cache.
+    New rows are divided by the scale when a write, or an attention call with `new_kv`, stores them in the cache.
     """
 
     divides: bool = False  # whether every call divides by it; otherwise only a call with `new_kv` does

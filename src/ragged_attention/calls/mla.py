@@ -49,7 +49,7 @@ MAX_WIDTH = 1024
 
 
 class LatentCall(GroupedCall):
-    """The base of attentions over latents."""
+    """The base of attention calls over latents."""
 
     d_v: Any
 

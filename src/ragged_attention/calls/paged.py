@@ -258,7 +258,7 @@ class PagesCall(Call):
 
 
 class TableWrite(PagesCall):
-    """The base of writes of this step's rows, to slots or to the positions that an attention's tables imply."""
+    """The base of writes of this step's rows, to slots or to the positions that the tables of attention imply."""
 
     NUM_RESULTS: ClassVar[int | None] = 0
     WRITES: ClassVar[bool] = True
@@ -288,7 +288,7 @@ class TableWrite(PagesCall):
 
 
 class RaggedCall(PagesCall, GroupedCall, WritingCall):
-    """The base of attentions of packed queries over pages of many sequences."""
+    """The base of attention calls with packed queries over pages of many sequences."""
 
     ATTENDS: ClassVar[bool] = True
     TAKES_OUT: ClassVar[bool] = True

@@ -102,7 +102,7 @@ def _expect_convention(convention: Any) -> None:
 
 
 class FlashMLASchedMeta:
-    """The schedule of a decode step. It is empty until the first call of `flash_mla_with_kvcache` with it fills it.
+    """The schedule of a decode step. It is empty until it is first passed to `flash_mla_with_kvcache`, which fills it.
 
     Then it serves every later call on the same device with the same shapes and lengths, such as the calls of the other
     layers. A call with other shapes is refused. A call with other lengths is only slower, so it is refused only under

@@ -7,7 +7,7 @@ from ragged_attention.errors import InvalidInput
 
 
 class named_as:  # lower case like contextlib.suppress; a class, because Dynamo traces its `__exit__`
-    """A context that rewrites our argument names in error messages by a mapping to the other project's names."""
+    """A context in which error messages have another project's argument names; `names` maps our names to them."""
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self.names = names

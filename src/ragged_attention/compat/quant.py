@@ -1,7 +1,8 @@
 """The cache helpers of FlashMLA's tests of September 2025, with their names and their rule for scales.
 
 `ragged_attention.torch.quantize_mla_cache` computes scales in float32, at least 1e-4 and by default powers of two. Here
-scales of any size are computed in the input's dtype. Both make `fp8_v32` caches if dv=512, tile_size=128 and d=576.
+scales of any size are computed in the input's dtype. With dv=512, tile_size=128 and d=576, `quantize_k_cache` makes an
+`fp8_v32` cache too.
 """
 
 import torch

@@ -88,7 +88,7 @@ def decoded(tokens: list[int], tokenizer: Any) -> str:
 
 
 def serve(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
-    """The tokens that the model writes after each prompt by greedy decoding. No token ends an answer."""
+    """The tokens that the model writes after each prompt by greedy decoding. No token ends the generation."""
     from transformers import GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
@@ -124,7 +124,7 @@ def _padded(model: Any, prompts: list[list[int]], max_new_tokens: int) -> list[l
 
 @torch.no_grad()
 def check(model: Any, prompts: list[list[int]], answers: list[list[int]]) -> Verdict:
-    """Compare each token with the token that eager attention selects. It reads all answers in one padded batch."""
+    """Compare each token with the token that eager attention selects. All prompts are in one padded batch."""
     eager = _with_eager_attention(model)
     ids, mask = _left_padded(model, prompts)
     written, read, cache, below = torch.tensor(answers, device=model.device), ids, None, []

@@ -24,7 +24,10 @@ class LatentAttention(Transformer):
         return self.xp.concatenate((self.norm(latent, weights["latent_norm"][layer]), rotated), -1)
 
     def queries(self, weights: Weights, layer: int, h: Any, positions: Any) -> tuple[Any, Any]:
-        """The two parts of each head's query: one meets the key computed from the latent, one the rotary key."""
+        """The two parts of each head's query.
+
+        The first part is multiplied with the key that is computed from the latent, the second with the rotary key.
+        """
         q = self.xp.einsum("...e,ehd->...hd", h, weights["q"][layer])
         size = weights["k"].shape[-1]
         return q[..., :size], self.rope(q[..., size:], positions)

@@ -32,7 +32,7 @@ Weights = dict[str, NDArray[np.float32]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Kind:
-    """One of the two models: its file, its attention, and a description of the attention that checks its tokens."""
+    """A model of the demo: its file, its attention, and a description of the attention that checks its tokens."""
 
     file: str
     operation: str

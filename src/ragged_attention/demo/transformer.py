@@ -27,7 +27,7 @@ class Framework:
 
 
 class Transformer(abc.ABC):
-    """One of the two models, which differ only in their attention."""
+    """One of the demo's two models, which differ only in their attention."""
 
     def __init__(self, framework: Framework) -> None:
         self.framework, self.xp = framework, framework.xp

@@ -1,4 +1,4 @@
-"""The context in which Triton's interpreter runs a launch on the host, for both front ends."""
+"""The context in which Triton's interpreter runs a launch on the host, for torch and jax."""
 
 import contextlib
 import functools

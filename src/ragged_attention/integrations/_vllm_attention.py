@@ -195,7 +195,7 @@ class RaggedMetadataBuilder(_vllm.AttentionMetadataBuilder):
 
 
 def _has_context(common: Any) -> bool:
-    """Whether any request may have keys from earlier steps. All ranks get the same answer."""
+    """Whether any request may have keys from earlier steps. The result is equal on all ranks."""
     longest, starts = getattr(common, "seq_lens_cpu_upper_bound", None), common.query_start_loc_cpu
     return longest is None or bool((longest[: len(starts) - 1] > starts[1:] - starts[:-1]).any())
 

@@ -112,7 +112,7 @@ class StepMasks:
         if not mask.has_spans or self.spans is None or not self.spans.shape[1]:
             return seen
         # `span` is a range with the query's own key and its span. The last range of `seen` has the query's own key too,
-        # so the union of both is one range.
+        # so their union is one range.
         span = span_ranges(*step, spans=self.spans, sliding_window=1)
         if mask.clamp_spans and window is not None:
             span = _intersected(span, window_ranges(*step, left=window - 1))

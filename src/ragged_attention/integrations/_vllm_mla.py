@@ -40,7 +40,7 @@ ABSORBED = 128
 
 
 class LatentBackend(RaggedBackend):
-    """The properties that both backends for latent attention have in common: their cache formats."""
+    """The properties that the dense and the sparse backend for latent attention share: their cache formats."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_FORMATS]
 
@@ -54,7 +54,7 @@ class LatentBackend(RaggedBackend):
 
 
 class LatentImpl:
-    """The parts of a layer that both backends for latent attention share, with the write of a step's new latents."""
+    """The parts of a layer that dense and sparse latent attention share, with the write of a step's new latents."""
 
     BACKEND: ClassVar[type[RaggedBackend]]
     can_return_lse_for_decode = True

@@ -2,7 +2,7 @@
 
 vLLM's compiler passes find these steps in a model's graph, and ask the layer's implementation whether it has a fused
 version of them. The fused version writes rotated keys only to the cache. So a layer that needs them also outside the
-cache has no fused version. A layer whose cache stores scales has none either.
+cache has no fused version. A layer whose cache stores scales has no fused version either.
 """
 
 import abc

@@ -380,7 +380,7 @@ class FunctionRunner(Runner):
             raise AssertionError(f"expected the function to return {' and '.join(names)}, got {kind}")
 
     def _completed(self, batch: Any, result: Any, record: Any, extra: Mapping[str, Any]) -> Any:
-        """The function's results; for an attention, the reference's results replace missing ones.
+        """The function's results; for an attention call, the reference's results replace missing ones.
 
         So every check of `out` also applies to a function that returns only `out`.
         """
@@ -388,7 +388,7 @@ class FunctionRunner(Runner):
         names = RESULTS.get(operation, ("out",))
         if result is None:
             raise AssertionError(f"expected the function to return {' and '.join(names)}, got None")
-        if not hasattr(batch, "expected"):  # not an attention
+        if not hasattr(batch, "expected"):  # not an attention call
             self._expect_results(result, names)
             return result
         several = extra.get("return_lse") or operation in ("mla_decode", "sparse_mla_prefill")

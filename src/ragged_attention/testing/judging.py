@@ -158,7 +158,7 @@ def _has_padding(operation: str, record: Any) -> bool:
 
 
 def _has_other_value_size(operation: str, record: Any) -> bool:
-    """Whether values and keys have different head dims. MLA latents hold both and do not count."""
+    """Whether values and keys have different head dims. MLA latents hold keys and values, and do not count."""
     pages = getattr(record, "kv_pages", None)
     pairs = [(getattr(record, k, None), getattr(record, v, None)) for k, v in (("k", "v"), ("k_pages", "v_pages"))]
     pairs += [pages] if isinstance(pages, tuple) else []

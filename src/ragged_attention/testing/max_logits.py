@@ -1,4 +1,4 @@
-"""Checks of `max_logits`, the largest visible logit of each query head, which attentions return on request."""
+"""Checks of `max_logits`, the largest visible logit of each query head, which attention calls return on request."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -141,7 +141,11 @@ def untested(lines: Sequence[Verdict]) -> list[str]:
 
 
 def folded(lines: Sequence[Verdict]) -> list[Verdict]:
-    """The verdicts to print: one line for all passed corners, one per reason for declined checks, and the others."""
+    """The verdicts to print.
+
+    All passed corners become one verdict. The checks that were declined for a reason become one verdict per reason. All
+    other verdicts are unchanged.
+    """
     reasons: dict[str, list[Verdict]] = {}
     for line in lines:
         if line.result == "declined":

@@ -30,8 +30,8 @@ HeadsFirstPages = (
     NDArray[Any] | tuple[NDArray[Any], NDArray[Any]]
 )  # the stored pages, or a pair of pages and their scales
 FRAMEWORKS = ("torch", "jax")
-# A small call for each attention; the other operations use the calls of `tools.samples`. A backend that takes any of
-# these calls can run here.
+# Small calls of attention operations; all other operations use the calls of `tools.samples`. A backend that takes any
+# of these calls can run here.
 SAMPLES = {
     "ragged_paged_attention": Spec(lens=((1, 1),)),
     "sparse_mla_prefill": PrefillSpec(tokens=1),
@@ -80,7 +80,7 @@ def asking() -> Iterator[None]:
 
 
 def first_refusal(message: str) -> str:
-    """The first backend's line in a refusal that lists the answers of several backends, else the text's first line."""
+    """The first backend's line in a refusal that lists the reasons of several backends, else the text's first line."""
     first, _, rest = message.partition("\n")
     return (rest.partition("\n")[0] or first).strip()
 

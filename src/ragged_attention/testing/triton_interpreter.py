@@ -2,7 +2,7 @@
 
 `quicken` removes three kinds of useless work. At every call of a `@triton.jit` function from another one, the
 interpreter goes through all of `triton.language` to replace functions that it already replaced at launch. It computes
-in 64 bits whether a sum, difference or product of integers overflows, and ignores the answer unless debugging is on.
+in 64 bits whether a sum, difference or product of integers overflows, and ignores the result unless debugging is on.
 Each time it needs the NumPy dtype for one of Triton's dtypes, it builds a dictionary of all of them.
 
 `triton_floats` replaces the interpreter's conversions of floats and its arithmetic in bfloat16 and 8-bit floats.

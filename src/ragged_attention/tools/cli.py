@@ -248,7 +248,7 @@ def _explain(parsed: argparse.Namespace) -> int:
 
 
 def _unanswered(verdicts: Sequence[Answer]) -> str | None:
-    """The first backend before the chosen one that cannot answer because a package is missing; None if there is none.
+    """The first backend that precedes the chosen one and lacks a package here, so it cannot be asked; else None.
 
     The machine that has the device may have the package. So it is unknown whether that backend would run the call.
     """

@@ -186,7 +186,7 @@ class _Place:
 def share_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors share a byte.
 
-    NumPy's answer is exact, and takes microseconds for the layouts of caches. For other layouts its search can be long,
+    NumPy's test is exact, and takes microseconds for the layouts of caches. For other layouts its search can be long,
     so tensors count as distinct if it finds no shared byte among `_MAX_CANDIDATES` candidates.
     """
     if not tensor.numel() or not other.numel():

@@ -175,7 +175,7 @@ def with_lse(
     lse_base: str = "log2",
     lse_layout: str = "NH",
 ) -> Any:
-    """The results of an attention: out, and with `return_lse` also FlashInfer's log-sum-exp, computed from ours.
+    """The results of an attention call: out, and with `return_lse` also FlashInfer's log-sum-exp, computed from ours.
 
     FlashInfer's log-sum-exp includes sinks, and has base 2 unless `lse_base` is "ln". If the caller gave a `buffer`, it
     is written even without `return_lse`.

@@ -1,4 +1,4 @@
-"""One attention, run by our operations with the settings of FlashInfer's wrappers and functions."""
+"""One attention call, run by our operations with the settings of FlashInfer's wrappers and functions."""
 
 import contextlib
 import dataclasses
@@ -28,7 +28,7 @@ from ragged_attention.errors import Unsupported
 from ragged_attention.torch import ragged_paged_attention, varlen_attention
 
 Results = tuple[torch.Tensor, torch.Tensor]
-ScalePages = tuple[torch.Tensor | None, torch.Tensor | None]  # of keys and of values
+ScalePages = tuple[torch.Tensor | None, torch.Tensor | None]  # the scale pages of keys and those of values
 
 
 def needs_pages(q_dtype: torch.dtype, k_dtype: torch.dtype) -> bool:
@@ -66,7 +66,7 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """The settings of an attention, in FlashInfer's terms. Its methods return out and lse as our operations do."""
+    """The settings of an attention call, in FlashInfer's terms. Its methods return out and lse as our operations do."""
 
     out_dtype: torch.dtype
     sm_scale: float | None

@@ -191,7 +191,7 @@ def msa_sparse_attention(
         k_scale, v_scale, k_global_scale: not supported, because they are for 4-bit keys and values.
         v_global_scale: a factor on the result.
         return_temperature_lse: return (out, lse, lse_t). `lse_t` is the lse of logits times `lse_temperature_scale`; a
-            second attention computes it.
+            second attention call computes it.
         workspace: without effect.
 
     Returns:

@@ -51,7 +51,7 @@ def nvfp4_kv_quantize(input: torch.Tensor, global_scale: torch.Tensor) -> tuple[
     """Quantise rows to 4-bit codes with an e4m3 scale for each 16 columns.
 
     As in FlashInfer's kernel, a scale is `1 / global_scale * (amax * (1 / 6))`, and a code is the value times
-    `1 / (scale * global_scale)`, rounded. FlashInfer's reciprocals are approximate and these are exact, so a number
+    `1 / (scale * global_scale)`, rounded. FlashInfer's reciprocals are approximate and ours are exact, so a number
     between two codes may round differently. The functions that append to a cache compute scales by a division instead.
 
     Args:

@@ -4,7 +4,7 @@ from collections import Counter
 
 import torch
 
-calls: Counter[tuple[str, str, str]] = Counter()  # by class of module, operation and reason, "" if there is none
+calls: Counter[tuple[str, str, str]] = Counter()  # number of calls by (module class, operation, reason or "")
 
 
 def note(module: torch.nn.Module, operation: str, reason: str = "") -> None:

@@ -18,7 +18,7 @@ KNOWN = frozenset(
     ("position_bias", "sinks", "indices", "block_indices", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
      "max_length_k", "deterministic")
 )  # fmt: skip
-# Not meant for the attention itself.
+# Attention does not need these.
 HARMLESS = frozenset(
     (
         # Queries and keys are already rotated, and the mask decides visibility.

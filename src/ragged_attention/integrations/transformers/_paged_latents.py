@@ -35,9 +35,9 @@ _layers: ContextVar[Mapping[int, Any] | None] = ContextVar("layers", default=Non
 
 
 class Row(NamedTuple):
-    """The number of elements that a layer stores per token."""
+    """The elements that a layer stores per token, and the layer whose latents it reads."""
 
-    latent: int  # with rotary columns and padding to `_latent.ALIGNMENT`; 0 if another layer stores the latents
+    latent: int  # columns of latent, rotary key and padding to `_latent.ALIGNMENT`; 0 if another layer stores them
     key: int  # columns of the indexer's key; 0 without an indexer
     source: int  # the layer whose latents are read: the layer itself, unless layers share latents (mistral_large4)
 

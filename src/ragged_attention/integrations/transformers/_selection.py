@@ -34,7 +34,7 @@ class Selection(ABC):
         """The arguments `selected` and `block_size` of our operations, for queries and keys in the layout `laid`."""
 
     def why_not(self, pattern: Pattern, kv_heads: int, q_len: int) -> str | None:
-        """Why no lists can be made for an attention, or None if they can."""
+        """Why no lists can be made for an attention call, or None if they can."""
         if not takes(pattern, q_len):
             return "its mask is not causal, or hides more than padding and other sequences"
         if kv_heads % self.heads:

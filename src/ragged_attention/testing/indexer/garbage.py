@@ -121,7 +121,7 @@ def _target(runner: Runner, seed: int, options: Mapping[str, Any]) -> None:
     if listed := bool(rng.random() < 0.5):
         spec = dataclasses.replace(spec, relative=False, listed=int(rng.choice([1, 5, 20])))
     batch = TargetSpec(of=spec, wider=True, lens="wild" if listed and rng.random() < 0.5 else None).build()
-    # The true lse of garbage lists is unknown. These are finite, and larger than those of the valid lists.
+    # The true lse of garbage lists is unknown. The lse here is finite, and larger than that of the valid lists.
     batch = batch.change(lse=np.where(batch.lse == -np.inf, 9, batch.lse + 9), **wild_arrays(rng, batch))
     if not np.isfinite(runner.run("attention_target", batch, options=options)).all():
         raise AssertionError("expected finite numbers from finite inputs, got others")

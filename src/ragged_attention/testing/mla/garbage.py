@@ -41,7 +41,7 @@ def _common(rng: np.random.Generator, seed: int) -> dict[str, Any]:
 
 
 def _wild(rng: np.random.Generator, array: np.ndarray | None, near: int) -> np.ndarray | None:
-    """Garbage of the array's shape or, with probability 0.2, the array itself, so that batches mix the two."""
+    """Garbage of the array's shape or, with probability 0.2, the array, so batches mix garbage and valid arrays."""
     return array if array is None or rng.random() < 0.2 else garbage(rng, array.shape, near)
 
 

@@ -144,7 +144,7 @@ class RaggedLatentSpec:
         return batch.poisoned(spec.poison, spec.seed) if spec.poison else batch
 
     def _rope_scale(self, rng: np.random.Generator) -> Any:
-        """A scale so different from `kv_scale` that results with the two exchanged exceed every tolerance."""
+        """A scale so different from `kv_scale` that a kernel which exchanges the two scales exceeds every tolerance."""
         scale = np.float32(rng.uniform(3, 5))
         return {None: None, "float": float(scale), "array": np.full(1, scale, np.float32)}[self.rope]
 

@@ -284,7 +284,7 @@ class DecodeBatch(LatentArrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentSpec:
-    """The parameters that both latent attentions share."""
+    """The parameters that calls of sparse prefill and of decode over latents share."""
 
     heads: int = 1
     kv_heads: int = 1

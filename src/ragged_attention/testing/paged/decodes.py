@@ -1,7 +1,7 @@
 """Named batches of decodes of long sequences, for kernels that support nothing else.
 
-Most other named batches have features that a partial kernel declines. These have no such features. There is
-one for each dtype and layout of pages, so that a kernel for a single dtype and layout is tested too.
+Most other named batches have features that a partial kernel declines. The batches here have no such features. There is
+one batch for each dtype and layout of pages, so that a kernel for a single dtype and layout is tested too.
 """
 
 import functools
