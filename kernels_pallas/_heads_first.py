@@ -3,7 +3,7 @@
 A block is a run of a sequence's pages, fetched into one of two buffers in VMEM, [2, heads, pages, G, D]. The index of a
 buffer, 0 or 1, is called a *slot*. The operands are K, V and, for quantised pages, their scales. Each page is fetched
 by one asynchronous copy per operand, for all heads of a grid step together. Each operand has one semaphore per buffer.
-While a block is computed, the next block is fetched, even if it belongs to another sequence, head or grid step.
+While a block is processed, the next block is fetched, even if it belongs to another sequence, head or grid step.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
 A *tile* is a few query tokens of one sequence with all their heads. Its columns (the keys) are computed in blocks. A
 block consists of *pieces*, each a run of keys of one page; a block of packed keys is a single piece. A piece is fetched
-from HBM by one asynchronous copy, into one of two buffers: while one block is computed, the next one is fetched, even
-if it belongs to the next tile. Blocks that no token of a tile sees are neither fetched nor computed.
+from HBM by one asynchronous copy, into one of two buffers: while one block is processed, the next one is fetched, even
+if it belongs to the next tile. Blocks that no token of a tile sees are neither fetched nor processed.
 
 Keys are columns of the matrix product, so the contents of an invisible key affect only its own logit, which is masked
 at the end. Logits are multiplied by the key scales, 4 bytes per key, which XLA first puts in the order of the columns.
@@ -52,7 +52,7 @@ class Tile:
     """The tunable parameters.
 
     Args:
-        num_keys_per_block: keys fetched and computed together, a multiple of 128.
+        num_keys_per_block: keys fetched and processed together, a multiple of 128.
         num_queries_per_block: query tokens of a sequence that share one fetch of its keys.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
@@ -354,7 +354,7 @@ def _kernel(
     plan: Plan, lists: Any, next_lists: Any, q: Any, weights: Any, edges: Any, scales: Any, keys: Any, out: Any,
     buffer: Any, arrived: Any,
 ) -> None:  # fmt: skip
-    """Compute one block of columns of one tile, after starting the copies for the next step."""
+    """Compute the logits of one block of columns of one tile, after starting the copies for the next step."""
     step, slot = pl.program_id(1), pl.program_id(1) % 2
     valid, live = lists[0, plan.pieces], lists[0, plan.pieces + 1] != 0
 

@@ -2,9 +2,9 @@
 
 A *job* is a set of query rows that share a list of keys. The rows are heads, or heads of several query tokens in a
 dense call. The list consists of *pieces* of the cache. In a sparse call, a piece is a single row. In a dense call, it
-is usually a run of rows of a page. The kernel computes a job's list in blocks of keys. A dense list is in order of
+is usually a run of rows of a page. The kernel processes a job's list in blocks of keys. A dense list is in order of
 position, so the kernel skips the blocks that no token of the job sees. Each piece of a block is fetched from HBM by one
-asynchronous copy, into one of two buffers: while a block is computed, the next block is fetched, even if it belongs to
+asynchronous copy, into one of two buffers: while a block is processed, the next block is fetched, even if it belongs to
 the next job. A buffer has one semaphore, and the kernel waits once for all copies into it.
 
 A TPU packs 2 rows of 16 bits, or 4 rows of 8 bits, into the same 32-bit words, and copies whole words. So the kernel
@@ -52,7 +52,7 @@ from ragged_attention.kernels_pallas._blocks import (
 from ragged_attention.kernels_pallas._latent_jobs import Jobs, Tokens, jobs_of, num_tiles
 
 MAX_KEYS = 2048  # maximum keys per block
-MAX_ROWS = 512  # maximum query rows computed together if they are bfloat16, else half as many
+MAX_ROWS = 512  # maximum query rows processed together if they are bfloat16, else half as many
 LONGEST_CHUNK = 2048  # maximum pieces per chunk, the part of a list that a grid step has in scalar memory
 MAX_PIECE_ROWS = 256  # maximum rows of a page that one copy fetches
 
@@ -62,7 +62,7 @@ class Tile:
     """The tunable parameters.
 
     Args:
-        num_keys_per_block: keys fetched and computed together, a multiple of 16.
+        num_keys_per_block: keys fetched and processed together, a multiple of 16.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -173,7 +173,7 @@ class Work:
     jobs: Jobs | None = None  # the jobs of tiles whose rows are the heads of consecutive tokens
     heads: int = 1  # query rows per token
     sinks: Any = None  # f32 [kinds, rows]; list i has sinks[i % kinds]
-    form: CacheFormat | None = None  # the format of both caches; None: the format of the call
+    form: CacheFormat | None = None  # the format of the caches of `keys` and `extra`; None: the format of the call
     split_weights_below: int = 0  # jobs that see at most this many keys use two bfloat16 terms per weight
 
 
@@ -227,7 +227,7 @@ class Plan:
         """Grid steps per core."""
         return self.jobs_per_core * self.chunks
 
-    # The following functions find the job and list of a core's step, and the block of each array that the step needs.
+    # The following functions find the job and list of a core's step, and the block that the step needs of each array.
 
     def job(self, core: Any, step: Any) -> tuple[Any, Any]:
         """The job that a step computes, and the index of the step's tile in that job."""
@@ -257,7 +257,7 @@ class Plan:
 
 
 def max_rows(call: Any) -> int:
-    """The maximum number of query rows that the kernel computes together."""
+    """The maximum number of query rows that the kernel processes together."""
     return MAX_ROWS if dtype_name(call.q) == "bfloat16" else MAX_ROWS // 2
 
 
@@ -271,9 +271,9 @@ def table_bytes(call: Any) -> int:
 
 
 def run_tokens(work: Work, tokens: Tokens, size: int, tile: Tile) -> tuple[Any, Any]:
-    """Compute `work`, whose q is [T, H, d_qk] and whose sinks are [kinds, H], in tiles of up to `size` tokens.
+    """The results of `work`, whose q is [T, H, d_qk] and whose sinks are [kinds, H], in tiles of up to `size` tokens.
 
-    Returns out [T, H, d_v] and lse [T, H].
+    They are out [T, H, d_v] and lse [T, H].
     """
     call, (num_tokens, heads, d_qk) = work.call, work.q.shape
     size = max(1, min(size, num_tokens, max_rows(call) // heads))
@@ -501,7 +501,7 @@ def _span(plan: Plan, refs: Refs, lists: Any, step: Any) -> Span:
 
 
 def _kernel(plan: Plan, refs: Refs) -> None:
-    """Compute one chunk of a job's list. The first chunk resets the softmax, the last one stores the job's result."""
+    """Process one chunk of a job's list. The first chunk resets the softmax, the last one stores the job's result."""
     buffer, half, arrived = refs.buffer, refs.half, refs.arrived
     step, last_step = pl.program_id(1), pl.num_programs(1) - 1
     chunk = step % plan.chunks
@@ -533,7 +533,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
             pl.when(extra)(lambda: fetch(refs.caches[1]))
 
     def fetch_and_compute(block: Any, carry: None) -> None:
-        """Start fetching the block after `block`. Then compute `block`, unless it precedes the first block."""
+        """Start fetching the block after `block`. Then attend to `block`, unless it precedes the first block."""
         slot = half[0]
         is_own = block + 1 < span.last
 
@@ -558,7 +558,7 @@ def _kernel(plan: Plan, refs: Refs) -> None:
 
 
 def _compute(plan: Plan, refs: Refs, span: Span, block: Any, first: Any) -> None:
-    """Compute one block of the chunk; `first` is the index of the block's first key in the list."""
+    """Attend to one block of the chunk; `first` is the index of the block's first key in the list."""
     raw, seen, offset = _rows_of(plan, refs, span, block, first)
     if plan.causal or plan.window is not None:
         key, position = first + offset, span.position + refs.tokens[:, :1]

@@ -283,7 +283,7 @@ def span_of(plan: Plan, refs: Refs, step: Step) -> Span:
 
 
 def kernel(plan: Plan, refs: Refs) -> None:
-    """Compute the sequences of one core. Of n cores, core i computes entries i, i + n, i + 2n and so on of `order`."""
+    """Process the sequences of one core. Of n cores, core i has the entries i, i + n, i + 2n and so on of `order`."""
     core = pl.program_id(0)
     first = Step(core, jnp.int32(0), jnp.int32(0), jnp.int32(0), jnp.int32(0))
     refs.pending[0] = 0
@@ -606,7 +606,7 @@ def multiply_keys(plan: Plan, refs: Refs, head: int, first: int) -> Any:
 
 
 def row_scales(plan: Plan, refs: Refs, which: int) -> Any:
-    """The scales of the part's keys for KV head `which`, or of its values for head `which` - K."""
+    """The scales of the part's keys for KV head `which`, or of the part's values for head `which` - K."""
     own = pl.ds(which, 1)
     return refs.scales[:, own] if plan.in_columns else refs.scales[own, :]
 

@@ -23,7 +23,7 @@ class Tile(_indexer.Tile):
 
     Args:
         num_keys_per_block, num_queries_per_block, vmem_limit_bytes: as in `indexer_logits`.
-        num_rows_per_chunk: maximum rows of logits in memory at a time; one tile is computed even if it has more.
+        num_rows_per_chunk: maximum rows of logits in memory at a time, except that one tile may have more.
         num_rows_per_block: as in `top_k_indices`.
     """
 

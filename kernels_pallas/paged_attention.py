@@ -1,9 +1,9 @@
 """Paged decode on TPUs over heads-first pages: one query per sequence.
 
-A grid step computes several KV heads of one sequence, over all keys of the sequence, or over one block of them if
-`inline_seq_dim` is off. Invalid pages are left out of a block, so its valid keys come first, and the mask follows from
-their number. If groups are small, query heads of several KV heads share the eight rows of a register: each KV head's
-keys are multiplied with all eight rows, and each row keeps the results of its own KV head.
+A grid step computes attention for several KV heads of one sequence, over all keys of the sequence, or over one block of
+them if `inline_seq_dim` is off. Invalid pages are left out of a block, so its valid keys come first, and the mask
+follows from their number. If groups are small, query heads of several KV heads share the eight rows of a register: each
+KV head's keys are multiplied with all eight rows, and each row keeps the results of its own KV head.
 """
 
 import dataclasses
@@ -31,11 +31,11 @@ class Tile:
     """The tunable parameters.
 
     Attributes:
-        pages_per_compute_block: pages fetched and computed together, a divisor of the pages that a sequence can list.
+        pages_per_compute_block: pages fetched and processed together, a divisor of the pages that a sequence can list.
             0 chooses a number that fits in VMEM, which need not be a divisor.
         megacore_mode: "batch" divides the sequences among the cores of a TPU, "kv_head" the KV heads. The number of
             sequences or KV heads must be a multiple of the number of cores.
-        inline_seq_dim: whether a grid step computes all keys of a sequence, or only one block of them.
+        inline_seq_dim: whether a grid step attends to all keys of a sequence, or only to one block of them.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
     """
 
@@ -54,7 +54,7 @@ class Tile:
 
 
 def heuristic(call: Any) -> Tile:
-    """Divide the sequences, or else the KV heads, evenly among the cores, if either is possible."""
+    """Divide the sequences evenly among the cores if that is possible, or else the KV heads if that is possible."""
     cores = call.device.num_multiprocessors
     if cores > 1 and call.max_num_seqs % cores == 0:
         return Tile(megacore_mode="batch")
@@ -192,7 +192,7 @@ class Scalars(NamedTuple):
 
 
 def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
-    """Compute some heads of a sequence, over all its keys or one block. `refs.state[3:]` has each slot's key count."""
+    """Attend with some heads of a sequence to all its keys or one block. `refs.state[3:]` has each slot's key count."""
     core = pl.program_id(0)
     row, head_step = plan.address(core, pl.program_id(1), pl.program_id(2))
     blocks = cdiv(refs.scalars.lengths[row], plan.block)
@@ -213,7 +213,7 @@ def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
 
 
 def visit(refs: _heads_first.Refs, plan: Plan, core: Any, row: Any, head_step: Any, block: Any) -> None:
-    """Compute one block of a sequence, while the next block is fetched."""
+    """Attend to one block of a sequence, while the next block is fetched."""
     _, first_head = plan.address(core, 0, 0)
     state, lengths = refs.state, refs.scalars.lengths
 

@@ -1,8 +1,9 @@
 """Chunked prefill of one sequence on TPUs over heads-first pages.
 
-A grid step computes one block of the chunk's rows for several KV heads, over all keys that these rows see: pages before
-the rows' window or after their last position are not fetched. A block of keys that every row sees entirely needs no
-mask. In any other block, logits are masked and the values that no row sees are zeroed, because 0 times NaN is NaN.
+A grid step computes attention for one block of the chunk's rows in several KV heads, over all keys that these rows see:
+pages before the rows' window or after their last position are not fetched. A block of keys that every row sees entirely
+needs no mask. In any other block, logits are masked and the values that no row sees are zeroed, because 0 times NaN is
+NaN.
 """
 
 import dataclasses
@@ -38,8 +39,8 @@ class Tile:
     """The tunable parameters.
 
     Attributes:
-        num_kv_pages_per_block: pages fetched and computed together; 0 chooses a number that fits in VMEM.
-        num_queries_per_block: query tokens computed together, a power of two, at least 8; 0 chooses one that fits.
+        num_kv_pages_per_block: pages fetched and processed together; 0 chooses a number that fits in VMEM.
+        num_queries_per_block: query tokens processed together, a power of two, at least 8; 0 chooses one that fits.
         split_weights_below: blocks of rows that see at most this many keys use two bfloat16 terms per weight, as do
             masked blocks of keys; 0 means one term everywhere, which is faster.
         vmem_limit_bytes: bytes of VMEM that the compiler may use; 0 is its default.
@@ -171,7 +172,7 @@ class Scalars(NamedTuple):
 
 
 def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
-    """Compute one block of the chunk's rows for some heads, over all keys that the rows see."""
+    """Compute attention for one block of the chunk's rows in some heads, over all keys that the rows see."""
     scalars = refs.scalars
     first_head = pl.program_id(0) * plan.head_steps
     head_step, q_block = first_head + pl.program_id(1), pl.program_id(2)
@@ -190,7 +191,7 @@ def kernel(refs: _heads_first.Refs, plan: Plan) -> None:
 
 
 def visit(refs: _heads_first.Refs, plan: Plan, first_head: Any, head_step: Any, q_block: Any, block: Any) -> None:
-    """Compute one block of pages for a block of rows, while the next block of pages is fetched."""
+    """Attend with a block of rows to one block of pages, while the next block of pages is fetched."""
     state, scalars = refs.state, refs.scalars
     length, base, first = (scalars.facts[i] for i in range(3))
     low, high, following = scalars.lows[q_block], scalars.highs[q_block], scalars.following[q_block]
@@ -270,8 +271,8 @@ def clear_unseen(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any
 def visible(refs: _heads_first.Refs, plan: Plan, slot: Any, seen: tuple[Any, Any], top: Any) -> jax.Array:
     """Which columns of a block of keys each row sees, bool [rows, columns].
 
-    `seen` is the range [first, end) of keys that some row sees. It and `top`, the position of the first row's query,
-    are relative to the block's first key.
+    `seen` is the range [first, end) of keys that some row sees, and `top` the position of the first row's query. `seen`
+    and `top` are relative to the block's first key.
     """
     index = lax.broadcasted_iota(jnp.int32, (1, plan.columns), 1)
 

@@ -23,7 +23,7 @@ class Tile(mla_decode.Tile):
 
     Args:
         num_keys_per_block, vmem_limit_bytes: as in `sparse_mla_prefill`.
-        num_queries_per_block: consecutive query tokens computed together; fewer if their heads do not fit in a tile.
+        num_queries_per_block: consecutive query tokens processed together; fewer if their heads do not fit in a tile.
         split_weights_below: tiles that see at most this many keys of a sequence use two bfloat16 terms per weight of
             these keys; 0 means one term everywhere, which is faster.
     """

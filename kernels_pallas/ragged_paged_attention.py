@@ -53,9 +53,9 @@ class Tile:
 
     Attributes:
         num_kv_pages_per_block: pages fetched together into one of the two buffers.
-        num_queries_per_block: query tokens computed together, rounded up to a power of two, at least 16. Another
-            launch computes the sequences with one query token.
-        block_kv: keys computed together, a multiple of 128.
+        num_queries_per_block: query tokens processed together, rounded up to a power of two, at least 16. Another
+            launch processes the sequences with one query token.
+        block_kv: keys processed together, a multiple of 128.
         decode_block_kv: `block_kv` of the launch for sequences with one query token.
         split_weights_below: tiles that see at most this many keys use two bfloat16 terms per weight, as does the launch
             for sequences with one query token; 0 means one term everywhere, which is faster.
@@ -232,7 +232,7 @@ def attend(
     plan: Plan, vmem_limit_bytes: int, q: Any, pages: list[Any], scales: Any, seqs: Sequences, factors: Factors,
     key_ranges: Any, update: Update | None, out: Any, lse: Any,
 ) -> tuple[Any, Any, list[Any]]:  # fmt: skip
-    """Out, lse and pages after a launch. It first writes `update`, and then computes the sequences of its `plan`."""
+    """Out, lse and pages after a launch. It first writes `update`, and then processes the sequences of its `plan`."""
     computed = ((seqs.q_lens > 1) if plan.in_columns else (seqs.q_lens == 1)) & (seqs.kv_lens > 0)
     ranges, row_ranges = (None, None) if key_ranges is None else ranges_of(plan, seqs, computed, key_ranges)
     (order,) = jnp.nonzero(computed, size=len(computed), fill_value=0)

@@ -32,8 +32,8 @@ from ragged_attention.kernels_pallas._blocks import (
 )
 
 FEATURES = frozenset({"starts", "stops"})
-MAX_LINES = 128  # maximum lines computed together
-MAX_ENTRIES = 512  # maximum entries of the result computed together
+MAX_LINES = 128  # maximum lines processed together
+MAX_ENTRIES = 512  # maximum entries of the result processed together
 ROWS = 8
 ROW_BYTES = 2 << 20  # maximum size of the logits in a block of several rows in VMEM; their keys take as much
 MAX_COLUMNS = 2**20
@@ -121,7 +121,7 @@ class Plan:
     top_k: int
     rows: int  # rows per block
     lines: int  # lines per row
-    together: int  # lines computed together: a block of lines
+    together: int  # lines processed together: a block of lines
     groups: int  # groups of entries of the result
     entries: int  # entries per group
 
@@ -144,7 +144,7 @@ def _plan(columns: int, top_k: int, rows: int) -> Plan:
 
 
 def _kernel(plan: Plan, edges: Any, logits: Any, out: Any, keys: Any, limits: Any) -> None:
-    """Compute a block of rows: their keys, the limits of the selection, and the selected columns."""
+    """Compute the keys of a block of rows, the limits of their selection, and their selected columns."""
     starts, stops = edges[:, :, :1], edges[:, :, 1:2]
     used = cdiv(jnp.max(stops), plan.together * LANES)
     lax.fori_loop(0, used, functools.partial(_store_keys, plan, logits, keys, starts, stops), None)
