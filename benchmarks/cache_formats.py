@@ -189,7 +189,7 @@ def errors(form: Format, rows: Sequence[Rows]) -> dict[str, float] | None:
             q.to(dtype), **stored(form, k.to(dtype), v.to(dtype), "reference"), cu_q_lens=edges,
             out_dtype=torch.float32, backend="reference",
         )  # fmt: skip
-        # Measure only the error of the cache: both sides use the queries rounded to bfloat16.
+        # Measure only the error of the cache: exact attention gets the queries rounded to bfloat16, too.
         want = _attended(q.to(dtype), k, v)
         distances.append((found.double() - want).flatten())
         results.append(want.flatten())

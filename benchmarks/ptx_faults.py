@@ -182,7 +182,7 @@ class Judge:
         return [torch_front.take_back(array) for array in arrays], reports
 
     def __call__(self, number: int, edit: Edit) -> Answer:
-        """The answer to a fault: `edit` changes line `number` of the PTX, counted from 1."""
+        """The result of a fault: `edit` changes line `number` of the PTX, counted from 1."""
         from ragged_attention.testing import compare, ptx
 
         lines = self.text.split("\n")
@@ -215,7 +215,7 @@ class Judge:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print every single fault with its answer, and a table with the number of answers per kind of fault."""
+    """Print every single fault with its result, and a table with the number of results per kind of fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", default="sm_90", help="sm_80, sm_86, sm_89 or sm_90")
     parser.add_argument("--kernel", default="tile_kernel", help=f"tile_kernel, split_kernel, {', '.join(CUDA)}")

@@ -71,7 +71,7 @@ class Machine:
 
     memory: float = 141e9  # bytes
     memory_bandwidth: float = 4.8e12
-    flops: float = 989e12  # per second, in bfloat16
+    flops: float = 989e12  # operations per second in bfloat16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

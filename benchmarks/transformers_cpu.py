@@ -3,9 +3,9 @@
     python -m benchmarks.transformers_cpu [--modes prompts,decode] [--dtypes float32] [--rounds 5] [--save]
 
 The models have random weights and four small layers, so that attention takes a large share of the time at these
-lengths. All runs of a mode are in one process. In each round, every attention runs once. Results are compared with
-those of the mode's last attention. A peak is the rise of the process's memory during a run (VmHWM, which Linux can
-reset). With --save the table goes to docs/transformers.md.
+lengths. All runs of a mode are in one process. In each round, every attention function runs once. Results are compared
+with those of the mode's last attention function. A peak is the rise of the process's memory during a run (VmHWM, which
+Linux can reset). With --save the table goes to docs/transformers.md.
 """
 
 import argparse
@@ -69,7 +69,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """A way to use a model: the attentions with which it is timed, and the function that makes a run."""
+    """A way to use a model: the attention functions with which it is timed, and the function that makes a run."""
 
     name: str
     what: str
@@ -179,7 +179,7 @@ def packed(model: Any) -> Run:
 
 
 OWN = ("sdpa", "eager")
-PAGED = ("sdpa", "paged|eager")  # both attentions compute over pages in `generate_batch`
+PAGED = ("sdpa", "paged|eager")  # in `generate_batch`, both of these compute over pages
 MODES = (
     Mode("prompts", f"prompts of {', '.join(map(str, LENGTHS))} tokens, padded", (OURS, *OWN), prompts, grouped),
     Mode("decode", f"{NEW_TOKENS} new tokens for each prompt", (OURS, *OWN), decode, grouped),

@@ -336,7 +336,7 @@ def top_k_of_torch(
 def differences(results: dict[str, Any], rules: dict[str, Any], rows: list[int]) -> tuple[float, float, float]:
     """The cosine differences (our results to the rule, vLLM's results to the rule, our results to vLLM's).
 
-    A rule is float64 attention to the selection of the same side.
+    For each side, the rule is float64 attention to the selection of that side.
     """
     ours, theirs = results["ours"][rows], results["theirs"][rows]
     difference = vllm_masks.cosine_difference

@@ -39,7 +39,7 @@ from rich.table import Table
 
 from benchmarks import vllm_masks
 
-BOUND = 5e-6  # for the cosine difference of results in bfloat16
+BOUND = 5e-6  # the bound for the cosine difference of results in bfloat16
 PAGE, BLOCKS = 16, 24
 LENS = [(1, 37), (5, 18), (40, 66), (1, 1)]  # (queries, keys) of the requests
 TOKEN_HEAD = ("int8_per_token_head", "fp8_per_token_head", "int4_per_token_head")

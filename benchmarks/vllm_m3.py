@@ -111,7 +111,7 @@ def prepare_vllm() -> None:
 
 
 def quantise() -> None:
-    """Make transformers' model select with queries and keys rounded to bfloat16, as vLLM does."""
+    """Let the indexer of transformers' model select blocks by queries and keys rounded to bfloat16, as in vLLM."""
     home: Any = importlib.import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
     select, rotate = home.MiniMaxM3VLIndexer.forward, home.apply_rotary_pos_emb
 

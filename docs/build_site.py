@@ -198,7 +198,7 @@ def lines_of(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def open_fence(fence: str, line: str) -> str:
-    """The fence of the code block that is open after a line, "" if none is; `fence` is the one before it."""
+    """The fence of the code block that is open after a line, or "". `fence` is the one that was open before it."""
     ticks = FENCE.match(line)
     if ticks is None:
         return fence

@@ -3,7 +3,8 @@
     python docs/site_search.py "speculative decoding"    # in build/site, after `make docs-site`
 
 On the site, a script of Zensical searches in the reader's browser. `Index.find` ranks sections like that script. If
-node is installed, `make docs-site` compares the results of both: `by_script` runs the script itself.
+node is installed, `make docs-site` compares the results of `Index.find` with those of the script, which `by_script`
+runs.
 
 The ranking has no weights that could be set. A section matches if it has every word of the query, or a longer word that
 begins with it, in its title, its text or its path in the navigation. Sections with a word in the title come first, then

@@ -304,7 +304,7 @@ Answers = dict[tuple[str, str], list[list[str]]]  # for each row, the backends o
 
 
 def answers() -> Answers:
-    """The backends of every row and column."""
+    """The backends that take the calls of each row, for each column."""
     return {
         (operation, what): [common(operation, samples, devices) for devices in COLUMNS.values()]
         for (operation, what), samples in ROWS.items()
@@ -348,7 +348,7 @@ def with_table(text: str, written: str, begin: str, end: str) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The up-to-date text of both pages, by path."""
+    """The up-to-date text of docs/support.md and docs/sparse_attention.md, by path."""
     rows = answers()
     return {
         PAGE: with_table(with_table(PAGE.read_text(), table(rows), *MARKS), short_table(rows), *SUMMARY),

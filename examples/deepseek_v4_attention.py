@@ -85,9 +85,9 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def recent_tokens(hidden: torch.Tensor, seqs: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The hidden states [N, 2, RATIO, HIDDEN] of N groups of tokens: first of the preceding group, then of the group.
 
-    A sequence's first group, which has the number 0, has no preceding group and gets arbitrary states for it. `hidden`
+    A sequence's first group, which has the index 0, has no preceding group and gets arbitrary states for it. `hidden`
     [S, L, HIDDEN] are the states of all tokens. `seqs` [N] are the sequences of the groups, and `numbers` [N] are the
-    groups' numbers in these sequences.
+    groups' indices in these sequences.
     """
     positions = numbers[:, None] * RATIO + torch.arange(-RATIO, RATIO, device=numbers.device)
     return hidden[seqs[:, None], positions.clamp(min=0)].unflatten(1, (2, RATIO))
@@ -129,7 +129,7 @@ class Layer:
 
         A row is a mean over its group and the preceding group, weighted in each column by gates. `recent`
         [N, 2, RATIO, HIDDEN] has the hidden states of the preceding group and of the group. `numbers` [N] are the
-        groups' numbers in their sequences; group 0 has no preceding group. A row has the position of its group's first
+        groups' indices in their sequences; group 0 has no preceding group. A row has the position of its group's first
         token.
         """
         values = torch.einsum("npth,hpd->nptd", recent, self.weights[f"{name}_kv"])
@@ -202,7 +202,8 @@ class Chosen(NamedTuple):
     index_q: torch.Tensor
     index_weights: torch.Tensor
     near: torch.Tensor  # slots of tokens [T, window], -1 for no token
-    numbers: torch.Tensor  # numbers of compressed rows [T, topk], ascending, padded with -1
+    # The chosen compressed rows [T, topk], as indices in their sequence, ascending, padded with -1.
+    numbers: torch.Tensor
     far: torch.Tensor  # the slots of these compressed rows
 
 

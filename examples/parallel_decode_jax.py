@@ -116,7 +116,7 @@ def slots_of(positions: jax.Array, seqs: jax.Array, table: jax.Array, shard: KvS
 
 
 def tokens(first: Sequence[int], stop: Sequence[int]) -> tuple[jax.Array, jax.Array]:
-    """The positions and sequence numbers of tokens: for each sequence, those from its `first` to before its `stop`."""
+    """The positions and sequences of tokens: for each sequence, its positions from `first` to before `stop`."""
     spans = [np.arange(*span, dtype=np.int32) for span in zip(first, stop, strict=True)]
     seqs = [np.full(len(span), seq, np.int32) for seq, span in enumerate(spans)]
     return jnp.asarray(np.concatenate(spans)), jnp.asarray(np.concatenate(seqs))

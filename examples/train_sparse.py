@@ -23,7 +23,7 @@ from train_packed import Attend, Row, Weights, batches, row_loss, row_of
 from ragged_attention.demo.torch_model import device_named, one_thread
 from ragged_attention.torch import select_blocks, varlen_attention
 
-BOUND = 1e-4  # relative to a gradient's largest entry: both attentions sum in float32, in different orders
+BOUND = 1e-4  # relative to a gradient's largest entry: float32 sums differ in their order
 FALL = 0.8  # the largest allowed ratio of the mean loss of the last steps to that of the first steps
 STEPS = 5  # the number of first steps, and of last steps, over which the loss is averaged
 

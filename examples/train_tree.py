@@ -93,7 +93,7 @@ def unshared_loss(weights: Weights, rollouts: Rollouts, backend: str | None = No
 
 
 class Step(NamedTuple):
-    """A loss, its gradients, the time of both in seconds, and the bytes saved for the backward pass."""
+    """A loss, its gradients, the seconds that computing them took, and the bytes saved for the backward pass."""
 
     loss: float
     gradients: Weights

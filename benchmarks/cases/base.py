@@ -216,7 +216,7 @@ def spans(q_lens: Sequence[int], kv_lens: Sequence[int], sequences: int = 3) -> 
 
 
 def taken(array: Any, pages: np.ndarray) -> Any:
-    """`array[pages]` in either framework. 8-bit floats are indexed as bits, since some devices cannot index them."""
+    """`array[pages]` for torch and jax. 8-bit floats are indexed as bits, since some devices cannot index them."""
     if type(array).__module__.partition(".")[0] != "torch":
         return array[pages]
     torch = importlib.import_module("torch")

@@ -1,6 +1,6 @@
 """Named shapes of the lightning indexer, W14, which selects the keys that sparse latent attention reads.
 
-All sequences of a case have the same lengths. As in the other cases, a floor counts each needed byte once and the
+All sequences of a case have the same lengths. As explained in `base`, a floor counts each needed byte once and the
 operations of visible pairs: 2 * heads * head size for each pair of a query token and a key that it sees. No floor
 includes the selection itself. Values are small integers, so that logits are exact and there is one right answer.
 """

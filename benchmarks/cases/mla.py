@@ -1,6 +1,6 @@
 """Named shapes of multi-head latent attention, W9 to W12.
 
-All sequences of a case have the same lengths. As in the other cases, a floor counts each needed byte once and the
+All sequences of a case have the same lengths. As explained in `base`, a floor counts each needed byte once and the
 operations of visible pairs: 2 * heads * (d_qk + d_v) for each pair of a query token and a key that it sees.
 """
 

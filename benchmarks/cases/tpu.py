@@ -33,7 +33,7 @@ class TpuCase:
     arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     options: Mapping[str, Any] = dataclasses.field(
         default_factory=dict
-    )  # of the kernel; if empty, its heuristic chooses them
+    )  # the kernel's options; if empty, its heuristic chooses them
     # The number of kernels that the call runs. None: the number depends on the size of the scalar memory.
     kernels: int | None = 1
     refused: str = ""  # part of the backend's reason for declining the call; empty if it accepts the call

@@ -1,7 +1,8 @@
 """Named shapes of attention without a cache, W13.
 
-A case is a forward pass or its gradient. As in the other cases, a floor counts each needed byte once and the operations
-of visible pairs: two products in the forward pass, and five in the gradient, which has to compute the logits again.
+A case is a forward pass or its gradient. As explained in `base`, a floor counts each needed byte once and the
+operations of visible pairs: two products in the forward pass, and five in the gradient, which has to compute the logits
+again.
 """
 
 import dataclasses
@@ -102,7 +103,8 @@ class VarlenCase(Case, VarlenSample):
     def flops(self) -> int:
         """The operations of the products.
 
-        A forward pass has one product of width `head_dim` and one of width `d_v`. A gradient has three and two.
+        A forward pass has one product of width `head_dim` and one of width `d_v`. A gradient has three products of
+        width `head_dim` and two of width `d_v`.
         """
         columns = 3 * self.head_dim + 2 * self.d_v if self.backward else self.head_dim + self.d_v
         return 2 * self.visible_pairs() * self.num_q_heads * columns
@@ -228,7 +230,7 @@ class VarlenCase(Case, VarlenSample):
         return to_numpy(inputs[name][rows]) if getattr(self, name) else None
 
     def _some_gradients(self, inputs: dict[str, Any], out: Any, seq: int, kv_head: int, to_numpy: Any) -> Compared:
-        """Yield (name, result, reference) for one KV head and its query heads, at both ends of a sequence."""
+        """Yield (name, result, reference) for one KV head and its query heads, for a sequence's first and last rows."""
         rows, keys = self._sequence(seq)
         q_len, kv_len = self.q_lens[seq], self.kv_lens[seq]
         group = self.num_q_heads // self.num_kv_heads

@@ -66,8 +66,8 @@ TARGETS = (
     "mla_prefill_v4_h64_32k", "mha_128_4k_full", "mha_128_4k_full_backward", "mha_192_4k_full",
     "mha_192_4k_full_backward", "mha_gqa_8x2k", "mha_gqa_8x2k_backward", "indexer_decode_1x128k",
 )  # fmt: skip
-# The shapes that need most shared memory. They suffice for FEWER_CASES_ON: the main difference between these
-# architectures and the others is the size of shared memory.
+# The shapes that need most shared memory. They suffice for FEWER_CASES_ON: the main difference between these and all
+# other architectures is the size of shared memory.
 FEWER = (
     "decode_64x4k", "prefill_4k", "gemma2_prefill_4k", "gemma4_global_prefill_4k", "fp8_64x4k", "float32_mixed",
     "int8_mixed", "fnuz_64x4k", "ratio_7_page_24", "mla_dense_h128_128q2s4k", "mla_sparse_h16_b8",

@@ -90,7 +90,7 @@ def registers(text: str) -> list[int]:
 
 
 def kind_of(name: str, operands: str) -> str:
-    """The kind of an instruction: the unit that executes it, and the purpose."""
+    """The kind of an instruction, named after the unit that executes it or after its purpose."""
     if re.match(r"v_s?mfmac?_", name):
         return "matrix"
     if name.startswith("v_accvgpr"):

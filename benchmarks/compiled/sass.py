@@ -329,7 +329,8 @@ def _conditional(line: Instruction) -> bool:
 def natural_loops(edges: Mapping[int, Sequence[int]]) -> list[set[int]]:
     """The natural loops of a flow graph, as sets of blocks.
 
-    A back edge leads to a block that dominates its source. Its loop is both blocks and all blocks between them.
+    A back edge leads to a block that dominates the block from which the edge comes. The loop of a back edge consists of
+    these two blocks and all blocks between them.
     """
     order = sorted(edges)
     before: dict[int, set[int]] = {block: set() for block in order}

@@ -22,11 +22,11 @@ from benchmarks.compiled.sass import Instruction
 # Latencies in cycles. They begin when the unit has accepted an instruction, and end when its result is ready.
 SHARED_LATENCY = 26
 SPECIAL_LATENCY = 18
-MATRIX_LATENCY = 30  # of HGMMA; the latency of HMMA is in the control bits
+MATRIX_LATENCY = 30  # latency of HGMMA; that of HMMA is in the control bits
 OTHER_LATENCY = 20
-READ_LATENCY = 10  # until operands are read
-BARRIER = 22  # of a barrier for all warps of a program
-L2_LATENCY = 300  # of loads of page numbers, slots and lengths
+READ_LATENCY = 10  # cycles until operands are read
+BARRIER = 22  # latency of a barrier for all warps of a program
+L2_LATENCY = 300  # latency of loads of page numbers, slots and lengths
 INDEX = {
     "LDGSTS": 4,
     "LDG": 8,

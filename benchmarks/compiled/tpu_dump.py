@@ -41,7 +41,7 @@ class Kernel:
     whole: Part
     loop: Part  # the loop with most of the matrix work, including the loops nested in it
     spills: int  # vector registers stored to memory because there are too few
-    loop_spills: int  # spills in that loop
+    loop_spills: int  # spills in `loop`
     fills: int  # spilled vector registers that are loaded again
     loop_fills: int
     vmem: int  # bytes
@@ -98,7 +98,7 @@ def vmem(text: str) -> int:
 
 
 def _main_loop(use: _Utilization, bodies: list[tuple[int, int]]) -> tuple[int, int]:
-    """The loop with the most matrix work outside its inner loops, and the longest of several such loops.
+    """The loop with the most matrix work outside its inner loops. If several have equally much, it is the longest.
 
     A schedule without loops is returned whole.
     """

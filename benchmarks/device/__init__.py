@@ -9,6 +9,6 @@ record      the results of items, as lines of JSON
 summary     what a call prints at its end
 carried     how a call uses the parts that `--prepare` made
 prepare, precompile           how `--prepare` makes these parts
-rehearse    a trial of both calls on a CPU
+rehearse    a trial of `prove` and `measure` on a CPU
 publish     turns records into docs/status.md, proven kernels and the README's table
 """

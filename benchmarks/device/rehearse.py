@@ -1,4 +1,4 @@
-"""Rehearse both calls on a CPU as a machine with a GPU would run them: python -m benchmarks.device.rehearse.
+"""Rehearse `prove` and `measure` on a CPU as a machine with a GPU would run them: python -m benchmarks.device.rehearse.
 
 The tree is copied as it would be sent: without git, but with carried/. The home folder is not writable, and Python and
 packages have the versions in constraints-device.txt. The rehearsal fails if a call breaks, if any item fails, or if no

@@ -61,14 +61,14 @@ def written(name: str, *outputs: str) -> Callable[..., Outputs]:
 
 
 def sorted_selection(name: str) -> Callable[..., Outputs]:
-    """A function that sorts both selections before they are compared, since neither side promises an order."""
+    """A function that sorts our selection and the reference's before a comparison, since their orders may differ."""
     return lambda inputs, reference: (
         getattr(ours, name)(**inputs).sort(1)[0], reference(**inputs).sort(1)[0],
     )  # fmt: skip
 
 
 def rotated(inputs: Mapping[str, Any], reference: Callable[..., Any]) -> Outputs:
-    """Rotated queries and keys, for both ways to pair columns. Our keys are read back from pages."""
+    """Rotated queries and keys, for pairs (i, i + half) and for adjacent pairs. Our keys are read back from pages."""
     got, want = [], []
     head, count = inputs["head_size"], len(inputs["positions"])
     q, k = (inputs[name].unflatten(-1, (-1, head)) for name in ("query", "key"))
@@ -121,7 +121,8 @@ def by_plan(wrapper: Any, *names: str) -> Callable[..., Outputs]:
 
 HEADS = dict(num_qo_heads=8, num_kv_heads=2, head_dim=64)
 LATENTS = dict(num_qo_heads=4, page_size=16, num_pages_per_seq=2)
-# (a definition's module, its name, the sizes for its `init`, the function that returns the outputs of both sides).
+# (a definition's module, its name, the sizes for its `init`, the function that returns our outputs and the
+# reference's).
 DEFINITIONS: tuple[tuple[str, str, dict[str, int], Callable[..., Outputs]], ...] = (
     ("attention", "gqa_paged_decode_trace", {"batch_size": 5, "num_pages_per_seq": 3, **HEADS},
      by_plan(ours.BatchDecodeWithPagedKVCacheWrapper, "indptr", "indices")),

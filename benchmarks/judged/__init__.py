@@ -37,7 +37,7 @@ class Recipe:
 
 
 def pages_of(kv_pages: Any) -> tuple[Any, Any]:
-    """The pages of K and of V, each [P, page_size, K, D], from either form of `kv_pages`."""
+    """The pages of K and of V, each [P, page_size, K, D], from `kv_pages`, which is that pair or combined pages."""
     return kv_pages if isinstance(kv_pages, tuple) else (kv_pages[:, :, 0::2], kv_pages[:, :, 1::2])
 
 

@@ -22,7 +22,7 @@ def one_by_one(
     cu_q_lens: torch.Tensor,
     cu_kv_lens: torch.Tensor,
 ) -> torch.Tensor:
-    """An attention over heads-first queries, keys and values, applied to one sequence after another."""
+    """The results of `attend`, a function of heads-first queries, keys and values, for one sequence after another."""
     parts = []
     q_lens, kv_lens = cu_q_lens.diff().tolist(), cu_kv_lens.diff().tolist()
     for rows in zip(q.split(q_lens), k.split(kv_lens), v.split(kv_lens), strict=True):

@@ -31,7 +31,7 @@ LEAST_KEYS = 512  # the least keys per KV split over latents in vLLM
 class Recorded(NamedTuple):
     """A launch, and its programs: (iterations of each loop) -> the number of programs with these iterations.
 
-    If a kernel has several loops but a key has one entry, that entry counts the iterations of the largest loop.
+    If a kernel has several loops but the tuple of iterations has one entry, it counts those of the largest loop.
     """
 
     launch: Launch
@@ -245,7 +245,7 @@ def fla_declines(case: VarlenCase) -> str | None:
 
 
 def _parallel_programs(case: VarlenCase, launch: Launch) -> Programs:
-    """The programs of a kernel. For dk and dv a program has keys and loops over rows. Others loop over keys.
+    """The programs of a kernel. For dk and dv a program has keys and loops over rows. The other kernels loop over keys.
 
     The blocks at the causal diagonal have a separate loop.
     """

@@ -52,7 +52,7 @@ def sdpa(case: VarlenCase, inputs: dict[str, Any], backend: str = "") -> Run:
     allowed = [getattr(attention.SDPBackend, backend)] if backend else list(attention.SDPBackend.__members__.values())
     arrays = tuple(
         inputs[name].detach().clone().requires_grad_(case.backward) for name in ("q", "k", "v")
-    )  # in the layout of the case, so that the gradients get it too
+    )  # the copies keep the layout of the case, so the gradients have it too
 
     def forward() -> Any:
         batched = (array.view(len(case.q_lens), -1, *array.shape[1:]).transpose(1, 2) for array in arrays)

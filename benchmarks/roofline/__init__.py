@@ -53,13 +53,13 @@ class Plan:
     case: Case
     backend: str
     floor: float
-    least: float  # without the operations that correct rounding
-    exact: float  # with the operations that correct rounding
+    least: float  # least time without the operations that correct rounding
+    exact: float  # least time with the operations that correct rounding
     bound: str
     flops: float  # operations, relative to the needs of the case
     requested: float  # bytes, relative to the needs of the case
-    launches: tuple[Launched, ...] = ()  # of the Triton backend
-    skew: float = 1.0  # of the kernel with the largest skew
+    launches: tuple[Launched, ...] = ()  # the launches of the Triton backend
+    skew: float = 1.0  # the largest skew of a kernel
 
     @property
     def excess(self) -> float:

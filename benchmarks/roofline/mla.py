@@ -25,7 +25,10 @@ def latent_bytes(cache_format: str) -> int:
 
 
 def decoded_bytes(row_format: Any) -> int:
-    """The bytes that a kernel reads per dequantised row, without padding."""
+    """The bytes per row, without padding, of a cache that a kernel has dequantised for another.
+
+    They are 16-bit values, and float32 scales if the format folds them into logits and weights.
+    """
     scales = 4 * row_format.VALUES // row_format.GROUP if row_format.FOLDED else 0
     return 2 * (row_format.VALUES + row_format.ROTARY) + scales
 

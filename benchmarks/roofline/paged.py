@@ -54,7 +54,7 @@ def steps(case: PagedCase, backend: str, device: Device, machine: Machine, tile:
 def attention(
     case: PagedCase, device: Device, tile: Any
 ) -> list[tuple[recording.Launch, tuple[schedule.Program, ...]]]:
-    """(launch, its programs) for each attention launch of a case that has work."""
+    """(launch, its programs) for each of a case's attention launches that has work."""
     launches = recording.record(case.call(case.operation, device, **case.tables()), tile)
     simulated = [
         (launch, schedule.simulated(launch).programs) for launch in launches if launch.name != "combine_kernel"

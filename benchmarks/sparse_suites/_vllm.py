@@ -1,4 +1,4 @@
-"""Helpers of the two suites of vLLM's tests. They import vLLM, and make its platform look like a GPU to the tests."""
+"""Helpers of `minimax_m3` and `qsa`. They import vLLM, and make its platform look like a GPU to vLLM's tests."""
 
 import importlib
 from collections.abc import Iterable

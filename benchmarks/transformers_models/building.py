@@ -84,7 +84,7 @@ def smaller(config: Any, *, text: bool = True, decoder: bool = False) -> dict[st
 
 
 def layers_kept(config: Any, count: int) -> list[int]:
-    """The numbers of the layers to keep, in order: the first of each kind, and at least two."""
+    """The indices of the layers to keep, in order: the first of each kind, and at least two."""
     lists = [getattr(config, name, None) for name in KINDS_OF_LAYERS]
     lists = [each for each in lists if isinstance(each, list | tuple) and len(each) == count]
     first: dict[tuple[str, ...], int] = {}

@@ -15,7 +15,7 @@ Run = Callable[[Any, str], Result]  # runs a model with the attention of this na
 
 EAGER, SDPA = "eager", "sdpa"
 ALLOWED = 1e-4  # the largest relative error of our results (by norms) in float32
-ULP = 2.0**-8  # of bfloat16
+ULP = 2.0**-8  # one rounding step of bfloat16
 EQUAL, DIFFERS, REFUSED, CRASHES, NOT_JUDGED = "equal", "differs", "refused", "crashes", "not judged"
 
 
@@ -37,7 +37,7 @@ def compare(model: Any, exact: Any, run: Run, *others: Run, ours: Any = None) ->
 
     If they differ, results of two other kinds also count as right. The first kind are the results of `others`, because
     transformers' own attention may be wrong in one way to use a model and right in another way. The second kind is the
-    result of its SDPA attention, because tokens of some models see padding, and there eager and SDPA differ.
+    result of transformers' SDPA attention, because tokens of some models see padding, and there eager and SDPA differ.
 
     `ours` is the model that runs with our attention, if it is not `model`.
     """

@@ -1,4 +1,4 @@
-"""Ways to use a model. Each function runs it with one attention and returns tensors.
+"""Ways to use a model. Each function runs it with one attention function and returns tensors.
 
 Generation is forced to given tokens and returns logits. If models chose their tokens, a choice between two likely
 tokens could hide or magnify a difference.
@@ -158,7 +158,7 @@ def packed_training(model: Any, attention: str) -> Result:
 def packed_or_alone(model: Any, attention: str) -> Result:
     """`packed_training` with our attention. With transformers' eager attention, the sequences run one at a time.
 
-    Both ways have the same mean loss.
+    Packed sequences and single sequences have the same mean loss.
     """
     if attention != EAGER:
         return packed_training(model, attention)

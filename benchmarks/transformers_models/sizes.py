@@ -10,7 +10,7 @@ VOCABULARY = 211
 LARGE_HEAD = 272  # the size of heads that have more than 256 dimensions in the family's own configuration
 
 # Names of arguments. LAYERS is the number of layers, KINDS_OF_LAYERS are lists with an entry per layer, and
-# NUMBERS_OF_LAYERS are lists of layer numbers.
+# NUMBERS_OF_LAYERS are lists of layer indices.
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "layers")
 KINDS_OF_LAYERS = (
     "layer_types", "layers_block_type", "block_types", "attention_layers", "indexer_types", "no_rope_layers",
