@@ -93,7 +93,7 @@ def _configuration(folder: Path) -> dict[str, Any]:
 
 
 def without_images() -> types.ModuleType:
-    """A module that replaces vLLM's processors of images, which import torchvision."""
+    """A module that replaces vLLM's image processors, which import torchvision."""
     processors = types.ModuleType(PROCESSORS)
     vars(processors).update({name: type(name, (), {}) for name in _IMAGE_NAMES})
     return processors

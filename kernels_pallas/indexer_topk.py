@@ -14,7 +14,7 @@ from ragged_attention.kernels_pallas import _indexer, top_k_indices
 from ragged_attention.kernels_pallas._blocks import LARGEST_INT, cdiv, expect_sizes
 
 FEATURES = _indexer.FEATURES | {"candidate_blocks", "candidate_block_size"}
-CHUNK_BYTES = 64 << 20  # maximum size of a chunk's logits
+CHUNK_BYTES = 64 << 20  # maximum size of a chunk's logits, unless a single tile's are larger
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

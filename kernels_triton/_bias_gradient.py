@@ -40,7 +40,7 @@ from ragged_attention.kernels_triton._varlen import (
 )
 from ragged_attention.kernels_triton._varlen_gradient import TERMS, load_terms, signed_scales, weigh
 
-MOST_SUMS = 2**24  # maximum floats in the rows of sums of all programs
+MOST_SUMS = 2**24  # maximum floats in all programs' rows of sums, unless a single program takes more
 SMALLEST = 16  # queries of the smallest block
 WIDEST_HELD: tl.constexpr = tl.constexpr(384)  # maximum columns of a query plus its d_out in registers
 PROGRAMS = 2048  # the intended number of programs, over all heads: enough to fill any GPU

@@ -12,7 +12,7 @@ from ragged_attention.kernels_triton import indexer_logits, top_k_indices
 from ragged_attention.kernels_triton._tiles import cdiv, expect_between
 
 FEATURES = indexer_logits.FEATURES - {"indices"} | {"candidate_blocks", "candidate_block_size"}
-CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits
+CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's logits, unless a single token's are larger
 ALIGNMENT = 64  # rows of logits have a multiple of this many elements
 MAX_CANDIDATES = 2**30
 

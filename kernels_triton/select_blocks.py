@@ -13,7 +13,7 @@ from ragged_attention.kernels_triton._blocks import why_not as why_not
 from ragged_attention.kernels_triton._tiles import cdiv, expect_between
 
 FEATURES = FEATURES_OF_SCORES | {"init_blocks", "local_blocks"}
-CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's scores
+CHUNK_BYTES = 64 * 2**20  # maximum size of a chunk's scores, unless a single token's are larger
 ALIGNMENT = 64  # rows of scores have a multiple of this many elements
 
 

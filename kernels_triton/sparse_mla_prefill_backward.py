@@ -42,7 +42,7 @@ from ragged_attention.kernels_triton._tiles import (
     stride_arguments,
 )
 
-ENTRY_BYTES = 2**30  # maximum memory for rows of entries
+ENTRY_BYTES = 2**30  # maximum memory for rows of entries, unless a single token takes more
 FLAT = 1024  # elements per program of an elementwise kernel
 MARGIN = 12 * 2**10  # bytes of shared memory that `shared_bytes` does not count
 ABREAST = 8  # entries of a slot that are added at a time

@@ -1,8 +1,8 @@
 """How a call uses the parts that `--prepare` made on another machine: kernels, a library, wheels, peers.
 
 A machine that is available for minutes has no network, and compiling there would take most of the time. Everything that
-can be made in advance is sent in one folder, `carried/` at the root of the checkout, which git ignores. A call unpacks
-it into the folder for temporary files, since the checkout and the home folder may be read-only.
+can be made in advance is sent in one folder of the checkout, `carried/`, which git ignores. A call unpacks it into the
+folder for temporary files, since the checkout and the home folder may be read-only.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ A peer gets the inputs of a case and returns a function without arguments, which
 gradients. Preparation that a peer needs (plans, masks, copies into its own cache layout) is done in advance, outside
 the timed region.
 
-Compiled peers and sources that are not installed are in `peers/` at the repository's root, which git ignores:
+Compiled peers and sources that are not installed are in the repository's folder `peers/`, which git ignores:
 `_vllm_fa3_C.abi3.so` (or compressed, `.xz`), and `triton_unified_attention.py` with the modules that it imports.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.peers.sources [--folder FOLDER]
 
-The command downloads the wheels with pip: 390 MB. It keeps the few files that the kernels need, 20 MB, in `peers/` at
-the repository's root, which git ignores. For FlashMLA it keeps the compiled library, whose machine code is compared
-with ours.
+The command downloads the wheels with pip: 390 MB. It keeps the few files that the kernels need, 20 MB, in the
+repository's folder `peers/`, which git ignores. For FlashMLA it keeps the compiled library, whose machine code is
+compared with ours.
 """
 
 import argparse
