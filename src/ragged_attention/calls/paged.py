@@ -438,7 +438,7 @@ class PagedCall(PagesCall):
 
     @property
     def sides(self) -> tuple[Array, Array]:
-        """The arrays that hold K and V: the same one if they are combined."""
+        """The arrays that hold K and V: twice the same array if they are combined."""
         return (self.kv_pages, self.kv_pages) if self.combined else self.kv_pages
 
     @property

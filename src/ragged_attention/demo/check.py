@@ -30,7 +30,7 @@ class Mismatch:
 class Verdict:
     num_tokens: int
     mismatches: tuple[Mismatch, ...]
-    largest_difference: float  # between the served logits and those of full attention
+    largest_difference: float  # the largest difference of served logits from those of full attention
     closest_choice: float  # the smallest lead of full attention's best logit over its second best
 
     @property

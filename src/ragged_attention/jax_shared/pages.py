@@ -117,7 +117,7 @@ def bounds_of(cu_lens: Any, num_tokens: int, num_seqs: Any = None) -> tuple[jax.
 def sequences_of_tokens(cu_q_lens: Any, num_seqs: Any, num_tokens: int) -> tuple[jax.Array, jax.Array]:
     """The sequence of each token, and the number of its tokens from this one on, i32 [T] each.
 
-    A token of no live sequence has a number of 0, and any sequence. There must be a sequence.
+    For a token of no live sequence, the number is 0 and the sequence is arbitrary. There must be a sequence.
     """
     starts, stops = bounds_of(cu_q_lens, num_tokens, num_seqs)
     token = jnp.arange(num_tokens, dtype=jnp.int32)

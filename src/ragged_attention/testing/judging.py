@@ -61,7 +61,7 @@ FAMILIES: Mapping[str, tuple[str, ...]] = {
     "varlen": ("varlen_attention",),
 }
 FLOATS = ("float32", "float16", "bfloat16", *QUANTIZED, "uint8")  # uint8: packed caches
-IDLE = "nothing was judged"  # message of a check without a suitable batch, such as one that needs tunables
+IDLE = "nothing was judged"  # message of a check without a suitable batch, such as a check of tunables
 WIDE = (
     "sinks",
     "alibi_slopes",

@@ -142,7 +142,7 @@ SLOWER = (
 def check_garbage(runner: Runner, examples: int) -> int:
     """The backend survives garbage in its index arrays.
 
-    This runs in this process if the runner notices accesses outside arrays, else in a separate one, which they kill.
+    This runs in this process if the runner notices accesses outside arrays, else in a separate process, which such an access kills.
     """
     if runner.notices_steps_outside:
         return _survives_here(runner, examples)

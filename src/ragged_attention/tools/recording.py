@@ -25,7 +25,7 @@ class Launch:
     num_warps: int
     num_stages: int
     grid: tuple[int, ...] = ()
-    launch_pdl: bool = False  # whether it may start before the previous launch ends, with the same code
+    launch_pdl: bool = False  # whether it may start before the previous launch ends; its code is the same
 
     def __post_init__(self) -> None:
         """Raise `TypeError` if an argument is Triton's `constexpr`, as fields of records are, not its plain value."""

@@ -57,7 +57,7 @@ class Batch:
     sample: Sample | LatentSample
     device: Device
     scheduled: bool = False
-    mask: str | None = None  # one of MASKS, with numbers
+    mask: str | None = None  # a name from MASKS and its numbers, such as "chunk=64"
 
     @property
     def device_name(self) -> str:

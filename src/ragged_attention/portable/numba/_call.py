@@ -123,7 +123,7 @@ def invariant_tile(call: Any) -> Tile:
     multiplied together.
     """
     if call.selected is None:
-        keys = keys_of_a_decode(call) if call.k_format.codes == "float32" else 64  # pairs: a prefill needs more
+        keys = keys_of_a_decode(call) if call.k_format.codes == "float32" else 64  # a prefill of pairs needs more keys
         return Tile(block_q=block_q_of(call), block_kv=keys, segment_kv=SEGMENT)
     return Tile(block_q=1, block_kv=256, segment_kv=SEGMENT_OF_LISTS)
 
@@ -164,11 +164,11 @@ def numbers_of_sides(forms: Sequence[KvFormat], scales: Sequence[Any], launch: A
 
 
 def numbers_of_products(q: Any, codes: Sequence[int], width: int, v_width: int, *, exact: bool) -> dict[str, int]:
-    """Whether a kernel multiplies pairs of bfloat16 or floats, as numbers of its record.
+    """The numbers `pairs` and `floats` of a kernel's record: 1 for what the kernel multiplies, else 0.
 
-    Pairs must fill whole vectors, and bfloat16 must represent all queries, keys and values exactly. Keys and values are
-    stored in the formats `codes`. `exact` says whether bfloat16 also represents the numbers that the kernel computes
-    from queries and keys before it multiplies them.
+    Pairs are of bfloat16. They must fill whole vectors, and bfloat16 must represent all queries, keys and values
+    exactly. Keys and values are stored in the formats `codes`. `exact` says whether bfloat16 also represents the
+    numbers that the kernel computes from queries and keys before it multiplies them.
     """
     are_exact = dtype_name(q) == "bfloat16" and FLOAT32 not in codes and FLOAT16 not in codes
     pairs = PAIRS and exact and are_exact and width % (2 * LANES) == 0 and v_width % LANES == 0
@@ -185,7 +185,7 @@ def products_of_sides(call: Any, sides: Mapping[str, int], *, scaled: bool) -> d
 
 
 def numbers_of_lists(call: Any) -> dict[str, int]:
-    """The sizes of `selected`, 0 without it: lists of a query, entries of a list, keys in a block."""
+    """The sizes of `selected`: lists per query, entries per list, keys per block. They are 0 without `selected`."""
     if call.selected is None:
         return dict.fromkeys(("num_lists", "num_selected", "block_size"), 0)
     return {"num_lists": call.selected.shape[1], "num_selected": call.num_selected, "block_size": call.block_size}

@@ -203,7 +203,7 @@ def _masked(builder: Any, name: str, result: Any, kind: Any, *values: Any) -> An
 
 
 def _reader(kind: Any, decode: Callable[[Any, Any], Any], name: str) -> tuple[Any, Any]:
-    """Two functions that emit a vector read: the first reads all numbers, the second `count`, then codes of 0."""
+    """Two functions that emit a vector read. The first reads all lanes, the second `count` lanes and codes of 0."""
     size = 4 if kind is FLOATS else kind.element.width // 8
 
     def read(builder: Any, address: Any, index: Any) -> Any:

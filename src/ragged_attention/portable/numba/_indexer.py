@@ -95,7 +95,7 @@ def seen_by(call, seq, token, stop):
 
 @inlined
 def max_candidates(call, keys):
-    """The maximum number of a token's candidates among `keys` keys; all are if the call lists no candidates."""
+    """The maximum number of a token's candidates among `keys` keys: all keys if the call lists no candidates."""
     return min(keys, call.num_candidates * call.candidate_block_size) if call.candidate_block_size else keys
 
 
@@ -283,9 +283,10 @@ def read_queries(call, tile, unit):
 
 @inlined
 def list_run(call, tile, seq, position, key, most):
-    """List the addresses of at most `most` keys from `position` on, and of their scales, as next keys from `key` on.
+    """List keys from `position` on, as next keys from index `key` on: their addresses, and those of their scales.
 
-    The listed keys end with the page of `position`. Returns their number, and how many of them have no valid page.
+    At most `most` keys are listed, and none after the page of `position`. Returns their number, and how many of them
+    have no valid page.
     """
     page, slot, size = 0, position, size_of(call.key_format)
     if not call.packed:

@@ -38,7 +38,7 @@ def cap_of_products(call):
 
 @compiled
 def largest_of_row(tile, row, first, count):
-    """The largest visible logit of a row; hidden ones become NOTHING."""
+    """The largest visible logit of a row; hidden logits become NOTHING."""
     s, whole = tile.s + 4 * row * tile.s_width, up_to(count, LANES)
     left, right = seen_of(tile, row, first, count)
     fill(s, 0, min(left, right), NOTHING)

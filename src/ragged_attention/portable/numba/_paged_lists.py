@@ -167,7 +167,7 @@ def add_values(call, tile, rows, count, shared):
 def attend_listed(call, tile, unit, head, token, count, factor, ahead):
     """Attend from a token's rows to the `count` keys that `list_own` has listed.
 
-    Meanwhile, prefetch the range `ahead` of the next values.
+    Meanwhile, prefetch those of the next values whose indices are in the range `ahead`.
     """
     group = call.num_q_heads // call.num_kv_heads
     first, aligned = (token - unit.first) * group, group % ROWS == 0

@@ -90,7 +90,7 @@ def mark(call, table, first, last, head, base, blocks):
 def next_block(row, block, stop):
     """The first block of [block, stop) that a table's row marks, else `stop`. Bit 0 of the row stands for block 0."""
     while block < stop:
-        rest = int_at(row, block // BITS) >> block % BITS  # a negative word shifts ones in after its last bit
+        rest = int_at(row, block // BITS) >> block % BITS  # copies of the sign bit come after it
         if rest:
             return min(block + trailing_zeros(rest), stop)
         block = (block // BITS + 1) * BITS

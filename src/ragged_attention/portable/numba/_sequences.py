@@ -60,7 +60,7 @@ def queries_of(call, seq):
 def clearer_of_gaps(queries_of, clear):
     """A function that calls `clear(call, first, stop)` for each range of rows that belong to no sequence.
 
-    `queries_of` returns the rows of a sequence. It is not a generator of these ranges, because a
+    `queries_of` returns the rows of a sequence. The function calls `clear` and does not yield the ranges, because a
     generator would hold a copy of the whole record.
     """
 

@@ -85,7 +85,7 @@ BUFFERS = ("q", "k", "k_rows", "transposed", "v", "s", "lost", "out", "m_i", "l_
 tile_at = record_at((*NUMBERS, *BUFFERS))
 ALL_ROWS = (1 << ROWS) - 1  # the bits of ROWS rows
 FEW_ROWS = 4 * ROWS  # with up to this many rows, keys are multiplied without transposing them
-STEP = 16  # keys that few rows are multiplied with at a time
+STEP = 16  # keys that are multiplied with few rows at a time
 PIECE = 2  # values that are read between two prefetches
 
 
@@ -373,7 +373,7 @@ def weigh_keys(tile, rows, first, count, holes, factors, rests):
     """Replace the logits of `count` keys, from position `first` on, by weights; if `holes`, some keys are missing.
 
     If `factors` is not 0, it is the address of a factor for each key's row of V; the weights are multiplied by it. If
-    `rests` is not 0, it is the address of a number for each key, which is subtracted from all columns of its row of V.
+    `rests` is not 0, it is the address of a rest for each key, which is subtracted from all columns of its row of V.
     """
     if holes:
         for key in range(count):
@@ -438,7 +438,7 @@ def transpose_keys(keys, count, otherwise, places, target, width):
 
 @compiled
 def multiply_many(tile, keys, rows, count, factor, product):
-    """`multiply_few` for many rows, for which keys are transposed; `product` is the one for floats or pairs."""
+    """`multiply_few` for many rows, for which keys are transposed; `product` is the product of floats or pairs."""
     width, s_width, whole = tile.width, tile.s_width, up_to(rows, ROWS)
     for key in range(0, count, LANES):
         prefetch_keys(tile, key, key + LANES)
@@ -495,7 +495,7 @@ def multiply_keys(call, tile, keys, rows, first, count, factor, factors, rests, 
     """Set `s` to the base-2 logits of `count` keys, from position `first` on; `keys` lists their addresses.
 
     A logit is q . k times `factor`, and times the key's own factor if `factors` is an address, then soft-capped. If
-    `rests` is an address, its numbers are subtracted from all columns of the keys. A `soft_cap` of 0 means none;
+    `rests` is an address, each key's rest is subtracted from all columns of the key. A `soft_cap` of 0 means no cap;
     `factor` then includes log2(e).
     """
     s_width, factor = tile.s_width, np.float32(factor)
@@ -541,7 +541,7 @@ def mix_floats(call, tile, rows, count, in_place):
 def mix_pairs(call, tile, rows, count):
     """`mix_values` for a `paired` tile.
 
-    The weights' rounding errors are multiplied too, for the groups of ROWS rows that need it.
+    The weights' rounding errors are multiplied too, for the groups of ROWS rows that keep them.
     """
     s_width, v_width, columns, v, spans = tile.s_width, tile.v_width, tile.columns, tile.v, tile.spans
     pairs = (count + 1) // 2

@@ -20,7 +20,7 @@ from ragged_attention.portable.torch_eager._softmax import wide
 
 LARGEST_E4M3, SMALLEST_E4M3 = 448.0, 2.0**-9
 LARGEST_E2M1 = 6.0
-SMALLEST_SCALE = 1e-4  # for groups of e4m3 codes
+SMALLEST_SCALE = 1e-4  # the smallest scale of a group of e4m3 codes
 CHUNK = 2048  # tokens whose rows are converted at a time
 
 

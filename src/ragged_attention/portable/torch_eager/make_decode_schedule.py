@@ -16,7 +16,7 @@ FEATURES = frozenset({"extra_lens", "sparse", "num_parts", "overhead"})
 def run(call: MakeDecodeSchedule, tile: Any, launch: Any) -> list[torch.Tensor]:
     """The parts of all programs, and the cumulative number of splits.
 
-    Each program has a budget of `payload` blocks. Each sequence that it works on costs `overhead` blocks more.
+    Each program has a budget of `payload` blocks. Each sequence that the program works on costs `overhead` blocks more.
     """
     ends = _blocks(call)
     blocks = [max(end, 1) for end in ends]  # even a sequence without keys has a result to write

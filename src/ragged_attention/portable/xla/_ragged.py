@@ -35,8 +35,8 @@ def walk_tiles(
 ) -> Any:  # fmt: skip
     """`state` after `step(seq, first, row, state)` for each tile, in order, of the sequences in the mask `included`.
 
-    A tile has the `size` consecutive rows `row`, i32 [size]. Its own rows are those from `first` up to the end of
-    sequence `seq`. A tile that would exceed `num_rows` begins before `first`.
+    A tile has the `size` consecutive rows `row`, i32 [size]. Its own rows are those of `row` from `first` on that
+    belong to sequence `seq`. A tile that would exceed `num_rows` begins before `first`.
     """
     tiles = jnp.where(included, (stops - starts + (size - 1)) // size, 0)
     ends = jnp.cumsum(tiles, dtype=jnp.int32)

@@ -96,7 +96,7 @@ class TopKSpec:
     top_k: int = 5
     init_blocks: int = 0
     local_blocks: int = 0
-    values: str = "normal"  # or few, one (equal), zeros (of both signs), special (like NaN), close (neighbours)
+    values: str = "normal"  # normal, few, one (equal), zeros (of both signs), special (like NaN), close (neighbours)
     seen: str = "some"  # the visible blocks: all, some (a different number for each token), none
     strided: bool = False
     seed: int = 0

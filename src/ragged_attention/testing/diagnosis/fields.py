@@ -8,7 +8,8 @@ from ragged_attention.testing import steering
 WHATEVER = "the plainest batch fails too, without any features: look at the scale, the softmax and the masks of tails"
 UNTOLD = ("seed", "page_size", "lens", "kv_lens")
 DENSE = ("topk", 0)  # not a feature: it selects dense calls rather than sparse ones
-SIZES = ("dtype", "head_dim", "cache_dtype", "combined", "v_head_dim")  # a backend may take only one value
+# Fields of which a backend may take only one value.
+SIZES = ("dtype", "head_dim", "cache_dtype", "combined", "v_head_dim")
 
 
 def of_fields(value: Any, passes: Callable[[Any], bool | None]) -> Iterator[str]:

@@ -178,7 +178,7 @@ def _without_keys(name: str, want: Results) -> NDArray[np.bool_]:
 def matching(
     got: Results, want: Results, batch: Any, others: Iterator[Candidate], rounding: Allowance = 0.0
 ) -> tuple[list[str], list[str]]:
-    """The causes of candidates that match all results, and of those that match only a wrong out."""
+    """The causes of the candidates that match all results, and of the candidates that match only a wrong out."""
     of_all: list[str] = []
     of_out: list[str] = []
     if not np.isfinite(got["out"]).any():

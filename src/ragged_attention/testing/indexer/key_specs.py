@@ -56,7 +56,7 @@ class SelectSpec:
     rows: int = 3
     columns: int = 40
     top_k: int = 5
-    values: str = "normal"  # or few, one (equal), zeros (of both signs), special (like NaN), close (neighbours), wide
+    values: str = "normal"  # normal, few, one (equal), zeros (of both signs), special (NaN), close (neighbours), wide
     edges: str = "both"  # the edges in the call: none, starts, stops, both, or wild (both, with any int32)
     strided: bool = False
     seed: int = 0

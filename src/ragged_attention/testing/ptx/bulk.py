@@ -27,7 +27,7 @@ from ragged_attention.testing.ptx.tensor_maps import LAYOUT, PIECE, TensorMap
 
 Place = tuple[Any, int]  # (register or None, offset in bytes)
 MAP = LAYOUT.itemsize
-TILE_ALIGNMENT = 128  # bytes to whose multiples a tile in shared memory is aligned
+TILE_ALIGNMENT = 128  # the alignment of a tile in shared memory, in bytes
 # (kind, dtype) of the numbers on which atomic operations of tiles are supported, by the map's element code.
 CHANGED = {2: ("u", "u4"), 3: ("s", "i4"), 4: ("u", "u8"), 5: ("s", "i8"), 6: ("f16", "u2"), 7: ("f", "f4"),
            10: ("bf16", "u2")}  # fmt: skip

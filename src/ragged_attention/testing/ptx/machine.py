@@ -189,7 +189,8 @@ class Machine:
         warps = np.repeat((waiting & free).reshape(-1, WARP).any(1), WARP)
         if (whole := free & ~warps).any():
             return whole
-        rest = np.flatnonzero(free & ~waiting)  # lanes of partly waiting warps, kept if their block needs no whole warp
+        # Lanes of partly waiting warps that do not wait themselves. They may run unless their block needs a whole warp.
+        rest = np.flatnonzero(free & ~waiting)
         if (rest := rest[~self.together_only[self.at[rest]]]).size:
             return np.isin(self.lanes.every, rest)
         self.looked += not (free & waiting & ~self.lanes.sure).any()

@@ -337,7 +337,8 @@ def _instruction(line: int, piece: str) -> Instruction:
 def _blocks(statements: list[str | Instruction], last_line: int) -> list[Block]:
     """The blocks of some statements; an additional last block stands for the end of the kernel's text."""
     targets = {s.operands[0] for s in statements if not isinstance(s, str) and _is_branch(s)}
-    pieces: list[tuple[list[Instruction], Instruction | None]] = [([], None)]  # and the ending; None: at a label
+    # The instructions of each block, and the one that ends it: None if the block ends before a label.
+    pieces: list[tuple[list[Instruction], Instruction | None]] = [([], None)]
     labels: dict[str, int] = {}
     for one in statements:
         if isinstance(one, str):

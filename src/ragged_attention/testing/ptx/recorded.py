@@ -36,7 +36,7 @@ Encoded = ctypes.CFUNCTYPE(
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A launch that host code requested; a `dependent` one may begin before the previous launch has ended."""
+    """A launch that host code requested; a `dependent` launch may begin before the previous launch has ended."""
 
     kernel: str
     grid: tuple[int, int, int]
