@@ -598,7 +598,7 @@ class RaggedPagedAttention(PagedCall, RaggedCall):
         self._expect_groups()
 
     def _expect_groups(self) -> None:
-        """Check that every KV head serves the same number of query heads; the error asks about heads-first pages."""
+        """Check that every KV head serves the same number of query heads. The error says if pages look heads-first."""
         num_q_heads, num_kv_heads, parts = self.q.shape[1], self.num_kv_heads, 2 if self.combined else 1
         if num_q_heads >= 1 and num_q_heads % num_kv_heads == 0:
             return

@@ -1,8 +1,8 @@
 """Serves a checkpoint of transformers with our attention, and checks it against the eager attention of transformers.
 
 Prompts are served together: by continuous batching if the model's cache allows it, else in one padded batch. Latent
-attention is absorbed. Then eager attention reads the answers, and every token is compared with the token that eager
-attention selects.
+attention is absorbed. Then eager attention reads the generated tokens, and every token is compared with the token
+that eager attention selects.
 """
 
 import copy

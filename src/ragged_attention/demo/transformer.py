@@ -18,7 +18,7 @@ Weights = Mapping[str, Any]  # the arrays of `ragged_attention.demo.model`, each
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """The modules of a framework. Both frameworks use the same names for functions on arrays."""
+    """The modules of a framework. torch and jax use the same names for functions on arrays."""
 
     xp: Any  # torch or jax.numpy
     nn: Any  # torch.nn.functional or jax.nn

@@ -1,4 +1,4 @@
-"""Makes forks safe. A fork copies all memory, but of all threads only the one that forks.
+"""Makes forks safe. A fork copies all memory, but only one thread: the thread that forks.
 
 `import ragged_attention` loads this module, so it notices even forks before the first call.
 """

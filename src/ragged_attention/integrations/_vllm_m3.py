@@ -2,8 +2,8 @@
 
 vLLM's layer writes keys, values and index keys into their caches. Then it calls an indexer, which writes the selected
 blocks of each token and KV head into a buffer. Then it calls attention, which reads the blocks from the buffer. This
-module has such an indexer and such an attention. Each is a single call for prompts, chunks, decodes and drafts
-together, with the step's metadata of `RAGGED`. They take pages of any size; vLLM's kernels need pages of one block.
+module has our indexer and our attention. Each is a single call for prompts, chunks, decodes and drafts together, with
+the step's metadata of `RAGGED`. They take pages of any size; vLLM's kernels need pages of one block.
 """
 
 import importlib

@@ -2,7 +2,7 @@
 
 vLLM divides the positions of a request among the ranks of a group, which hold the same KV heads and different query
 heads. A rank computes attention of all ranks' query heads to its own positions. The results are merged by their lse,
-and each rank keeps those of its own query heads.
+and each rank keeps the results of its own query heads.
 """
 
 import dataclasses

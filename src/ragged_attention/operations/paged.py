@@ -189,7 +189,7 @@ class Paged(FrontEnd[Array, Memory]):
                 writes them with `page_indices`, `kv_lens` and `cu_q_lens`. A backend may fuse the write and the
                 attention.
             draft_mask: bool [T, W], for tree speculative decoding: entry [t, j] says whether query t sees its
-                sequence's new token at position `kv_len - q_len + j`. It replaces `causal` among the new tokens;
+                sequence's new token at position `kv_len - q_len + j`. It replaces `causal` among the new tokens.
                 Earlier positions are visible as usual, and new tokens with j >= W are hidden. `sliding_window` applies
                 as well.
             key_ranges: i32 [T, R, 2], R from 1 to 8: each query sees the union of R ranges [begin, end) of positions of

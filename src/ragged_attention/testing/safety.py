@@ -142,7 +142,8 @@ SLOWER = (
 def check_garbage(runner: Runner, examples: int) -> int:
     """The backend survives garbage in its index arrays.
 
-    This runs in this process if the runner notices accesses outside arrays, else in a separate process, which such an access kills.
+    This runs in this process if the runner notices accesses outside arrays. Otherwise it runs in a separate process,
+    because such an access kills the process.
     """
     if runner.notices_steps_outside:
         return _survives_here(runner, examples)

@@ -101,7 +101,7 @@ class TorchFrontEnd(Operations[torch.Tensor, torch.Tensor]):
         self, record: type[WritingCall], arguments: Mapping[str, Any], backend: Any, options: Any,
         out: torch.Tensor | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """Write `new_kv` in place with another operation, then run the attention without `new_kv`.
+        """Write `new_kv` in place with another operation, then run the attention call without `new_kv`.
 
         A call that will be refused writes nothing. Under `torch.compile`, the operators' fake kernels make all checks
         except the backend's before anything runs.

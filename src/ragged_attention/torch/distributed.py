@@ -91,7 +91,7 @@ def _on_shards(
 
 
 def _expect_lists_of_all(heads: Mapping[str, Heads], values: Mapping[str, Any]) -> None:
-    """Check the number of lists of blocks, since one list on a rank may be part of several or serve all KV heads."""
+    """Check the number of lists of blocks over all ranks: a rank's only list may be a share, or serve all KV heads."""
     if values.get("selected") is None:
         return
     keys = "k" if "k" in values else "kv_pages"

@@ -25,8 +25,7 @@ class Tables(NamedTuple):
     """Biases by distance.
 
     values: [B, H, L_q, W]. Column `own + d` is for the key d positions before a query. The first and the last column
-    are
-        also for all keys that are farther away. B and L_q may be 1, for all rows and queries.
+        are also for all keys that are farther away. B and L_q may be 1, for all rows and queries.
     first: the position of the first query, if the first key is at position 0.
     is_regular: whether the positions of queries, and those of keys, increase by one. Like `first`, it may be a tensor.
     """

@@ -49,7 +49,7 @@ class Pattern(NamedTuple):
     selection: Any = None
 
 
-# These are functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
+# A pattern's properties are functions, because the Dynamo of torch 2.9 does not follow properties of a tuple.
 
 
 def is_of_rows(pattern: Pattern) -> bool:

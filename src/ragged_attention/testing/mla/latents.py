@@ -123,8 +123,8 @@ def quantised(rows: NDArray[np.float32], name: str, scales: str, rng: np.random.
     """A quantised cache, in bytes, with rows like `rows` [P, G, 1, d_qk], but with other scales for groups of columns.
 
     `scales` is one of SCALES: "powers" of two, "arbitrary" float32, "far apart" (some so small that a group hardly
-    counts), or "any sign" (also negative and zero). 8-bit scales are these, rounded. e8m0 scales are always powers
-    of two.
+    counts), or "any sign" (also negative and zero). 8-bit scales are such scales, rounded. e8m0 scales are always
+    powers of two.
     """
     layout = LAID_OUT[name]
     cache = np.zeros((*rows.shape[:3], layout.token_bytes), np.uint8)
