@@ -9,7 +9,7 @@ import importlib.util
 import sys
 from pathlib import Path
 
-ROOM = "ragged_attention.kernels_pallas"
+PACKAGE = "ragged_attention.kernels_pallas"
 SOURCES = Path(__file__).parent.parent / "kernels_pallas"
 
 
@@ -110,14 +110,14 @@ MUTANTS = {
 
 def plant(mutant: Mutant) -> None:
     """Install the faulty module in place of the correct one; call this before anything imports that module."""
-    name = f"{ROOM}.{mutant.module}"
-    room = importlib.import_module(ROOM)
+    name = f"{PACKAGE}.{mutant.module}"
+    package = importlib.import_module(PACKAGE)
     spec = importlib.util.find_spec(name)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     exec(compile(mutant.source(), f"{mutant.module}.py", "exec"), vars(module))
-    setattr(room, mutant.module, module)
+    setattr(package, mutant.module, module)
 
 
 if __name__ == "__main__":

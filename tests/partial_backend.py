@@ -124,13 +124,13 @@ def plant(monkeypatch: pytest.MonkeyPatch, fault: str = "") -> Runner:
 
 def announce(monkeypatch: pytest.MonkeyPatch, operation: str, **names: Any) -> Runner:
     """A runner of a backend with one operation, registered like the backend of another distribution."""
-    room, module = types.ModuleType("partial_room"), types.ModuleType(f"partial_room.{operation}")
-    room.__path__ = []  # type: ignore[attr-defined]
-    room.__spec__ = ModuleSpec(room.__name__, None, is_package=True)
+    package, module = types.ModuleType("partial_room"), types.ModuleType(f"partial_room.{operation}")
+    package.__path__ = []  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec(package.__name__, None, is_package=True)
     module.__spec__ = ModuleSpec(module.__name__, None)
     vars(module).update(names)
-    for each in (room, module):
+    for each in (package, module):
         monkeypatch.setitem(sys.modules, each.__name__, each)
-    monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"partial": room.__name__})
+    monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"partial": package.__name__})
     dispatch.load.cache_clear()
     return runner_for("partial", "torch")

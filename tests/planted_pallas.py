@@ -18,7 +18,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ragged_attention import dispatch
 from ragged_attention.testing import tpu_interpreter
 
-ROOM, BACKEND = "planted_pallas_room", "planted"
+PACKAGE, BACKEND = "planted_pallas_room", "planted"
 OPERATION = "merge_attention_states"
 FAULTS = (
     "none", "no wait", "a wait too few", "a wait too many", "one semaphore for both slots", "a part too far",
@@ -78,8 +78,8 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
     """Register the kernel with this fault as a backend, and clear jax's caches of earlier planted kernels."""
     if fault not in FAULTS:
         raise ValueError(f"expected a fault among {', '.join(FAULTS)}, got {fault!r}")
-    parent, module = types.ModuleType(ROOM), types.ModuleType(f"{ROOM}.{OPERATION}")
-    parent.__spec__, module.__spec__ = ModuleSpec(ROOM, None, is_package=True), ModuleSpec(module.__name__, None)
+    parent, module = types.ModuleType(PACKAGE), types.ModuleType(f"{PACKAGE}.{OPERATION}")
+    parent.__spec__, module.__spec__ = ModuleSpec(PACKAGE, None, is_package=True), ModuleSpec(module.__name__, None)
     parent.__path__ = []  # type: ignore[attr-defined]
 
     def run(call: Any, tile: Any, launch: Any) -> list[jax.Array]:
@@ -88,9 +88,9 @@ def plant(patch: pytest.MonkeyPatch, fault: str) -> None:
 
     vars(module).update(why_not=lambda call: call.device.why_unavailable("pallas"), run=run)
     jax.clear_caches()
-    patch.setitem(sys.modules, ROOM, parent)
+    patch.setitem(sys.modules, PACKAGE, parent)
     patch.setitem(sys.modules, module.__name__, module)
-    patch.setattr(dispatch, "third_party_packages", lambda: {BACKEND: ROOM})
+    patch.setattr(dispatch, "third_party_packages", lambda: {BACKEND: PACKAGE})
     patch.setattr(dispatch, "load", dispatch.load.__wrapped__)  # bypass the cache, which may hold an earlier kernel
 
 

@@ -18,13 +18,13 @@ from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runner import Absent, Runner, runner_for
 
 Function = Callable[..., Any]
-ROOM = "mutant_room"
+PACKAGE = "mutant_room"
 
 
 def _module(honest: types.ModuleType, function: Function) -> types.ModuleType:
     """A copy of the correct implementation whose `run` uses `function` for the operation."""
     operation = honest.__name__.rpartition(".")[2]
-    module = types.ModuleType(f"{ROOM}.{operation}")
+    module = types.ModuleType(f"{PACKAGE}.{operation}")
     module.__spec__ = ModuleSpec(module.__name__, None)
 
     def run(call: Any, tile: Any, launch: Any) -> Any:
@@ -37,15 +37,15 @@ def _module(honest: types.ModuleType, function: Function) -> types.ModuleType:
 
 def planted(monkeypatch: pytest.MonkeyPatch, functions: Mapping[str, Function]) -> Runner:
     """A runner of a backend that computes each operation by its given function, and the others correctly."""
-    parent = types.ModuleType(ROOM)
-    parent.__spec__ = ModuleSpec(ROOM, None, is_package=True)
+    parent = types.ModuleType(PACKAGE)
+    parent.__spec__ = ModuleSpec(PACKAGE, None, is_package=True)
     parent.__path__ = []  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ROOM, parent)
+    monkeypatch.setitem(sys.modules, PACKAGE, parent)
     for operation in CALLS:
         honest = importlib.import_module(f"ragged_attention.reference.{operation}")
         module = _module(honest, functions.get(operation) or getattr(honest, operation))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"mutant": ROOM})
+    monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"mutant": PACKAGE})
     monkeypatch.setattr(drawing, "PHASES", (Phase.generate,))  # do not shrink: any failure will do
     dispatch.load.cache_clear()
     return runner_for("mutant", "torch")

@@ -13,7 +13,7 @@ from ragged_attention.calls import CACHE_FORMATS, CALLS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "ragged_attention"
-ROOMS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
+ROOT_FOLDERS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
 STANDARD = {
     "torch",
     "jax",
@@ -44,7 +44,7 @@ TOOLCHAINS = {
     "host": {"numpy"},
 }
 # The modules and packages of ragged_attention that a backend's folder may import besides its own.
-FOR_ROOMS = ("calls", "errors", "host.caches", "host.forking")
+FOR_BACKENDS = ("calls", "errors", "host.caches", "host.forking")
 # The modules directly under ragged_attention. All other modules are in a package that is named after their subject.
 TOP = {
     "__init__",
@@ -77,7 +77,7 @@ EACH_FILE = pytest.mark.each("path")
 
 
 def folder_of(name: str) -> Path:
-    return ROOT / name if name in ROOMS else PACKAGE / name
+    return ROOT / name if name in ROOT_FOLDERS else PACKAGE / name
 
 
 def sources(folder: Path) -> list[Path]:
@@ -85,8 +85,8 @@ def sources(folder: Path) -> list[Path]:
 
 
 def installed_sources() -> list[Path]:
-    rooms = [path for room in ROOMS for path in sources(ROOT / room)]
-    return rooms + [path for path in sources(PACKAGE) if path.relative_to(PACKAGE).parts[0] not in ROOMS]
+    paths = [path for folder in ROOT_FOLDERS for path in sources(ROOT / folder)]
+    return paths + [path for path in sources(PACKAGE) if path.relative_to(PACKAGE).parts[0] not in ROOT_FOLDERS]
 
 
 def all_sources() -> list[Path]:
@@ -160,11 +160,13 @@ def test_a_folder_imports_its_own_toolchain_only(folder):
         assert found <= TOOLCHAINS[folder], f"{name_of(path)} imports {', '.join(found - TOOLCHAINS[folder])}"
 
 
-@pytest.mark.parametrize("room", [*ROOMS, "portable/numba", "portable/torch_eager", "portable/xla", "jax_shared"])
-def test_a_room_knows_the_records_the_errors_and_itself(room):
-    own = [room.partition("/")[0], *(["jax_shared"] if "jax" in TOOLCHAINS[room] else [])]
-    allowed = tuple(f"ragged_attention.{name}." for name in (*FOR_ROOMS, *own))
-    for path in sources(folder_of(room)):
+@pytest.mark.parametrize(
+    "folder", [*ROOT_FOLDERS, "portable/numba", "portable/torch_eager", "portable/xla", "jax_shared"]
+)
+def test_a_room_knows_the_records_the_errors_and_itself(folder):
+    own = [folder.partition("/")[0], *(["jax_shared"] if "jax" in TOOLCHAINS[folder] else [])]
+    allowed = tuple(f"ragged_attention.{name}." for name in (*FOR_BACKENDS, *own))
+    for path in sources(folder_of(folder)):
         others = {name for name in imports_of(path) if not f"{name}.".startswith(allowed)}
         assert not of_us(others), f"{name_of(path)} imports {', '.join(others)}"
 
@@ -202,7 +204,7 @@ def test_a_front_end_knows_neither_rooms_nor_the_other(framework):
     other = {"torch": "jax", "jax": "torch"}[framework]
     for path in sources(PACKAGE / framework):
         found = of_us(imports_of(path))
-        assert not found & {other, "portable", "compat", "testing", *ROOMS}, name_of(path)
+        assert not found & {other, "portable", "compat", "testing", *ROOT_FOLDERS}, name_of(path)
 
 
 def names_of(node: ast.FunctionDef) -> list[str]:

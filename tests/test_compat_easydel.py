@@ -175,11 +175,11 @@ def test_int8_pages_without_scales_are_their_values():
 
 
 def test_another_length_is_no_other_program(monkeypatch):
-    from ragged_attention.portable.numba import prefill_attention as room
+    from ragged_attention.portable.numba import prefill_attention as implementation
 
     count = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda *arguments: count.append(1) or run(*arguments))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda *arguments: count.append(1) or run(*arguments))
     arrays = prefill_batch(8, 24)
     for length in (24, 3, 17):
         out = easydel.prefill_attention(*arrays[:3], length, arrays[4], 0.4321)

@@ -140,11 +140,11 @@ def test_tables_of_other_integer_dtypes():
 
 
 def test_another_number_of_sequences_is_no_other_program(monkeypatch):
-    from ragged_attention.portable.numba import ragged_paged_attention as room
+    from ragged_attention.portable.numba import ragged_paged_attention as implementation
 
     count = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda *arguments: count.append(1) or run(*arguments))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda *arguments: count.append(1) or run(*arguments))
     batch = ragged(MIXED)
     for live in (5, 3, 0):
         out = ragged_page_attention_v2(*batch.arrays[:5], live, softmax_scale=0.1234)
@@ -171,11 +171,11 @@ def test_under_jit_with_everything_traced():
 
 def test_tunables_reach_the_backend_that_has_them(monkeypatch):
     pytest.importorskip("triton")
-    from ragged_attention.kernels_triton import ragged_paged_attention as room
+    from ragged_attention.kernels_triton import ragged_paged_attention as implementation
 
     tiles = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
     batch = ragged([(1, 3), (2, 2)], head_dim=16, heads=(2, 1))
     arguments: dict[str, Any] = {"num_warps": 2, "num_stages": 3, "num_kv_pages_per_block": 1}
     out = ragged_page_attention_v2(*batch.arrays, **arguments, backend="triton")

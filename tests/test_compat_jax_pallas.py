@@ -270,11 +270,11 @@ def test_other_values_are_no_other_program(backend):
 
 
 def test_plain_calls_with_other_values_trace_once(monkeypatch):
-    from ragged_attention.portable.numba import ragged_paged_attention as room
+    from ragged_attention.portable.numba import ragged_paged_attention as implementation
 
     count = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda *arguments: count.append(1) or run(*arguments))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda *arguments: count.append(1) or run(*arguments))
     batch = ragged(MIXED)
     for live in (5, 4, 2):
         jax_pallas.ragged_paged_attention(*batch.with_(num_seqs=jnp.array([live])).arrays, sm_scale=0.4321)
@@ -294,11 +294,11 @@ def test_tunables_that_a_backend_has_not_are_ignored(backend):
 
 def test_tunables_that_a_backend_has_reach_it(monkeypatch):
     """A call's tunables reach the backend. If the call has none, the configured tunables do."""
-    from ragged_attention.portable.xla import ragged_paged_attention as room
+    from ragged_attention.portable.xla import ragged_paged_attention as implementation
 
     tiles = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
     monkeypatch.setattr(jax_arguments, "known_options", renamed(num_queries_per_block="block_q"))
     batch = ragged(MIXED)
     jax_pallas.ragged_paged_attention(*batch.arrays, **TUNABLES, backend="xla")
@@ -335,11 +335,11 @@ def test_the_block_sizes_of_our_tpu_kernel():
 
 def test_tunables_go_along_to_another_machine(monkeypatch):
     """Tunables are kept if a call is lowered for a TPU on a machine that cannot run the named backend."""
-    from ragged_attention.kernels_pallas import ragged_paged_attention as room
+    from ragged_attention.kernels_pallas import ragged_paged_attention as implementation
 
     tiles = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda call, tile, launch: tiles.append(tile) or run(call, tile, launch))
     attend = jax.jit(lambda *arrays: jax_pallas.ragged_paged_attention(*arrays, **TUNABLES, backend="pallas"))
     device = AbstractDevice(device_kind="TPU v6 lite", num_cores=1, platform="tpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):

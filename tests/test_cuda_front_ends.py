@@ -46,7 +46,7 @@ from ragged_attention.testing.runner import FRAMEWORKS, Runner
 from ragged_attention.tools.samples import FakeArray, LatentSample, device_of
 
 HOPPER = Device(framework="torch", platform="cuda", arch="sm_90", num_multiprocessors=132)
-ROOMS = {
+MODULES = {
     "mla_decode": mla_decode,
     "sparse_mla_prefill": sparse_mla_prefill,
     "make_decode_schedule": make_decode_schedule,
@@ -102,7 +102,7 @@ def front(request: pytest.FixtureRequest) -> Runner:
 
 
 def refusal(operation: str, device: Device = HOPPER, **sample: Any) -> str | None:
-    return ROOMS[operation].why_not(LatentSample(**sample).call(operation, device))
+    return MODULES[operation].why_not(LatentSample(**sample).call(operation, device))
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_what_is_taken(operation: str, sample: dict[str, Any]) -> None:
         sample["cache_format"] = "plain"
     assert refusal(operation, **sample) is None
     call = LatentSample(**sample).call(operation, HOPPER)
-    assert ROOMS[operation].why_not_by_default(call) == _latent.NOT_BY_DEFAULT
+    assert MODULES[operation].why_not_by_default(call) == _latent.NOT_BY_DEFAULT
 
 
 @pytest.mark.usefixtures("nothing_missing")
@@ -189,7 +189,7 @@ def test_other_widths_are_refused(operation: str) -> None:
             else {"q": FakeArray((2, 4, d_qk), "bfloat16"), "kv": FakeArray((99, 1, d_qk), "bfloat16")}
         )
         call = CALLS[operation](**arrays, indices=FakeArray((2, 1, 64), "int32"), d_v=d_v, device=HOPPER)  # type: ignore[call-arg]
-        return ROOMS[operation].why_not(call)
+        return MODULES[operation].why_not(call)
 
     assert [ask(576, 512), ask(512, 512)] == [None, None]
     assert ask(640, 512) == "takes d_qk 576 or 512, got 640"
@@ -225,7 +225,7 @@ def test_a_second_cache_is_taken() -> None:
     assert dispatch.refusal("cuda", call) is None
 
 
-@pytest.mark.parametrize("operation", ROOMS)
+@pytest.mark.parametrize("operation", MODULES)
 def test_where_the_kernels_run(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sample: dict[str, Any] = {"cache_format": "plain"}
     monkeypatch.setattr(_native, "why_not", lambda: "no nvcc in CUDACXX")
@@ -241,7 +241,7 @@ def test_where_the_kernels_run(operation: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_only_by_name_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "why_not", lambda: None)
-    for operation in ROOMS:
+    for operation in MODULES:
         call = LatentSample(cache_format="plain").call(operation, HOPPER)
         assert dispatch.choose(call).backend == "triton"
         assert dispatch.choose(call, backend="cuda").backend == "cuda"
@@ -275,14 +275,14 @@ def test_with_few_heads_all_multiprocessors_have_work(num_seqs: int) -> None:
 
 
 @pytest.mark.parametrize("value", [0, 257, 2.0])
-@pytest.mark.parametrize("room", [mla_decode, sparse_mla_prefill])
-def test_splits_have_limits(room: Any, value: Any) -> None:
+@pytest.mark.parametrize("module", [mla_decode, sparse_mla_prefill])
+def test_splits_have_limits(module: Any, value: Any) -> None:
     with pytest.raises(InvalidInput, match=f"^expected num_splits from 1 to 256, got {value}$"):
-        room.Tile(num_splits=value)
+        module.Tile(num_splits=value)
 
 
 def splits_of(operation: str, **sample: Any) -> int:
-    return ROOMS[operation].heuristic(LatentSample(**sample).call(operation, HOPPER)).num_splits
+    return MODULES[operation].heuristic(LatentSample(**sample).call(operation, HOPPER)).num_splits
 
 
 def test_splits_fill_the_multiprocessors_and_no_more() -> None:
@@ -297,7 +297,7 @@ def test_splits_fill_the_multiprocessors_and_no_more() -> None:
 
 def test_kinds_are_of_static_facts() -> None:
     def kind(operation: str, **sample: Any) -> str:
-        return ROOMS[operation].kind_of(LatentSample(**sample).call(operation, HOPPER))
+        return MODULES[operation].kind_of(LatentSample(**sample).call(operation, HOPPER))
 
     assert kind("mla_decode", topk=0, cache_format="plain", max_num_seqs=5, num_tokens=5, max_len=5000) == (
         "heads=128/1 q=1 d=576 cache=plain seqs<=8 blocks<=128"

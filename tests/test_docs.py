@@ -17,7 +17,7 @@ from ragged_attention.tools.samples import sample_of
 from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
-PAPERS = [
+DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted(ROOT.glob("*/README.md")),
@@ -30,7 +30,7 @@ def blocks(language: str) -> list:
     """Every fenced block in a language, as a test parameter whose id has the block's file and number."""
     return [
         pytest.param(block, id=f"{path.relative_to(ROOT)}-{number}")
-        for path in PAPERS
+        for path in DOCUMENTS
         for number, (found, block) in enumerate(FENCE.findall(path.read_text()))
         if found == language
     ]
@@ -82,7 +82,7 @@ def test_toml_blocks_are_config_files(text, tmp_path, monkeypatch):
     assert config.requested("write_kv_pages") == ("eager",)
 
 
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_to_files(path):
     text = path.read_text()
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
@@ -90,7 +90,7 @@ def test_links_lead_to_files(path):
             assert (path.parent / target).exists(), target
 
 
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_commands_exist(path):
     """Every quoted `make x` names a target, `ragged-attention x` a command and `python -m x` one of our modules."""
     text = path.read_text()
@@ -105,7 +105,7 @@ def test_commands_exist(path):
         assert found.with_suffix(".py").is_file() or (found / "__main__.py").is_file(), module
 
 
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_extras_exist(path):
     """Every extra that a document installs exists.
 
@@ -182,7 +182,7 @@ def test_commands_for_other_devices_run(line, tmp_path, monkeypatch, capsys):
     assert cli.main(line.split()) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("path", PAPERS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_paths_exist(path):
     """Every quoted path of this repository exists. Paths with <placeholders> are not checked."""
     tops = r"(?:src|reference|kernels_\w+|tests|benchmarks|docs|examples|portable)/"

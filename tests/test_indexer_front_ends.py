@@ -240,8 +240,8 @@ def test_tables_of_a_compressed_cache_count_its_keys(ratio: int) -> None:
 
 def rows_apart(pages: torch.Tensor) -> torch.Tensor:
     """A copy of pages of bytes with a gap between the rows of a page."""
-    room = torch.zeros(*pages.shape[:3], pages.shape[3] + 8, dtype=torch.uint8)
-    return room[..., : pages.shape[3]].copy_(pages)
+    memory = torch.zeros(*pages.shape[:3], pages.shape[3] + 8, dtype=torch.uint8)
+    return memory[..., : pages.shape[3]].copy_(pages)
 
 
 @INDEXERS

@@ -112,17 +112,17 @@ def test_a_compiled_forward_generates_the_same(model: Any) -> None:
 
 def test_a_cache_is_read_where_it_lies() -> None:
     """A static cache is used in place, and its contents between the heads and after the last key do not matter."""
-    room = torch.full((2, 3, 20, 8), torch.nan)
-    room[:, :, :11] = torch.randn(2, 3, 11, 8)
+    memory = torch.full((2, 3, 20, 8), torch.nan)
+    memory[:, :, :11] = torch.randn(2, 3, 11, 8)
     shown = torch.ones(2, 11, dtype=torch.bool)
     shown[1, :4] = False
-    found = _layout.pages_of(room, room, shown)
+    found = _layout.pages_of(memory, memory, shown)
     k_pages, _, kv_lens, table = found
     assert kv_lens.tolist() == [11, 7]
-    assert k_pages.data_ptr() == room.data_ptr()
+    assert k_pages.data_ptr() == memory.data_ptr()
     for row in range(2):
         kept = k_pages[table[row, : kv_lens[row]].long(), 0]
-        assert torch.equal(kept, room[row, :, :11][:, shown[row]].transpose(0, 1))
+        assert torch.equal(kept, memory[row, :, :11][:, shown[row]].transpose(0, 1))
 
 
 def test_keys_and_values_that_lie_otherwise_become_pages_too() -> None:

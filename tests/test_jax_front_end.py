@@ -103,11 +103,11 @@ def test_jit_with_traced_lengths_compiles_once(batch, backend):
 
 
 def test_a_plain_call_traces_once_for_equal_shapes(batch, monkeypatch):
-    from ragged_attention.portable.numba import ragged_paged_attention as room
+    from ragged_attention.portable.numba import ragged_paged_attention as implementation
 
     count = []
-    run = room.run
-    monkeypatch.setattr(room, "run", lambda *arguments: count.append(1) or run(*arguments))
+    run = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda *arguments: count.append(1) or run(*arguments))
     for factor in (1.0, 2.0, 3.0):
         ragged_paged_attention(batch[0] * factor, *batch[1:], sm_scale=0.321)
     assert len(count) == 1

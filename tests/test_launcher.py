@@ -166,8 +166,8 @@ NUMBERS = itertools.count()
 
 def forget_kernels() -> None:
     """Forget the kernels that were made for another driver, both compiled kernels and stand-ins."""
-    rooms = [module for name, module in list(sys.modules.items()) if ".kernels_triton" in name]
-    for value in (toy_kernel, *(value for room in rooms for value in vars(room).values())):
+    modules = [module for name, module in list(sys.modules.items()) if ".kernels_triton" in name]
+    for value in (toy_kernel, *(value for module in modules for value in vars(module).values())):
         if isinstance(value, triton.JITFunction):
             value.device_caches.clear()
 

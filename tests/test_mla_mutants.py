@@ -37,7 +37,7 @@ honest_scales, honest_decode, honest_prefill = (
     HONEST["mla_decode"],
     HONEST["sparse_mla_prefill"],
 )
-ROOMS = (prefill, decode, schedule, quantize, dequantize, write, slots, _kv_layout)
+MODULES = (prefill, decode, schedule, quantize, dequantize, write, slots, _kv_layout)
 
 
 def with_pieces(operation: str, **pieces: Function) -> Function:
@@ -46,7 +46,7 @@ def with_pieces(operation: str, **pieces: Function) -> Function:
     def mutant(*arguments: Any, **keywords: Any) -> Any:
         with contextlib.ExitStack() as patches:
             for name, piece in pieces.items():
-                for module in ROOMS:
+                for module in MODULES:
                     if hasattr(module, name):
                         patches.enter_context(mock.patch.object(module, name, piece))
             return HONEST[operation](*arguments, **keywords)
@@ -406,8 +406,8 @@ def slots_of_32_bits(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def positions_wrap_around(arguments: dict[str, Any]) -> dict[str, Any]:
-    room = arguments["page_indices"].shape[1] * arguments["page_size"]
-    return {"positions": np.where(arguments["positions"] == -1, room - 1, arguments["positions"])}
+    num_positions = arguments["page_indices"].shape[1] * arguments["page_size"]
+    return {"positions": np.where(arguments["positions"] == -1, num_positions - 1, arguments["positions"])}
 
 
 def negative_pages_make_slots(**arguments: Any) -> Any:

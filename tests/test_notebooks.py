@@ -125,10 +125,10 @@ def test_links_lead_to_files(path):
 
 
 def test_the_readme_and_the_concepts_lead_to_all_of_them():
-    for paper, folder in ((ROOT / "README.md", "docs/notebooks"), (ROOT / "docs" / "concepts.md", "notebooks")):
+    for document, folder in ((ROOT / "README.md", "docs/notebooks"), (ROOT / "docs" / "concepts.md", "notebooks")):
         for parameter in NOTEBOOKS:
             (path,) = parameter.values
-            assert f"({folder}/{path.name})" in paper.read_text()  # type: ignore[union-attr]
+            assert f"({folder}/{path.name})" in document.read_text()  # type: ignore[union-attr]
 
 
 def test_a_failure_names_the_cell_and_shows_its_line(tmp_path):

@@ -19,8 +19,8 @@ from tests import scripts
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "ragged_attention"
-ROOMS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
-SHIPPED = ("src", *ROOMS, "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
+ROOT_FOLDERS = ("reference", "kernels_triton", "kernels_pallas", "kernels_cuda")
+SHIPPED = ("src", *ROOT_FOLDERS, "pyproject.toml", "MANIFEST.in", "README.md", "CHANGELOG.md", "LICENSE")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 
@@ -28,10 +28,13 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 def folders_with_code() -> set[str]:
     """The dotted names of all folders that should be packages, with the kernel folders under their installed names."""
     found = set()
-    for top, name in ((SOURCE, "ragged_attention"), *((ROOT / room, f"ragged_attention.{room}") for room in ROOMS)):
+    for top, name in (
+        (SOURCE, "ragged_attention"),
+        *((ROOT / folder, f"ragged_attention.{folder}") for folder in ROOT_FOLDERS),
+    ):
         for path in top.rglob("*.py"):
             parts = path.relative_to(top).parent.parts
-            if not parts or parts[0] not in (*ROOMS, "__pycache__"):
+            if not parts or parts[0] not in (*ROOT_FOLDERS, "__pycache__"):
                 found.add(".".join((name, *parts)))
     return found
 
@@ -41,10 +44,12 @@ def test_packages_are_the_folders():
 
 
 def test_rooms_are_mapped_and_linked():
-    mapped = {"ragged_attention": "src/ragged_attention"} | {f"ragged_attention.{room}": room for room in ROOMS}
+    mapped = {"ragged_attention": "src/ragged_attention"} | {
+        f"ragged_attention.{folder}": folder for folder in ROOT_FOLDERS
+    }
     assert SETUPTOOLS["package-dir"] == mapped
     links = {path.name: os.readlink(path) for path in SOURCE.iterdir() if path.is_symlink()}
-    assert links == {room: f"../../{room}" for room in ROOMS}
+    assert links == {folder: f"../../{folder}" for folder in ROOT_FOLDERS}
 
 
 def test_every_package_has_an_init_file():
@@ -112,10 +117,10 @@ def expected_members(tree: Path) -> set[str]:
     """The installed names of all Python and data files of the tree, without documents inside packages."""
     found = set()
     for top, name in ((tree / "src/ragged_attention", "ragged_attention"), *(
-        (tree / room, f"ragged_attention/{room}") for room in ROOMS)):  # fmt: skip
+        (tree / folder, f"ragged_attention/{folder}") for folder in ROOT_FOLDERS)):  # fmt: skip
         for path in top.rglob("*"):
             relative = path.relative_to(top)
-            if path.is_file() and relative.parts[0] not in ROOMS and path.suffix != ".md":
+            if path.is_file() and relative.parts[0] not in ROOT_FOLDERS and path.suffix != ".md":
                 found.add(f"{name}/{relative}")
     return found
 
@@ -148,7 +153,7 @@ def test_sdist_mirrors_the_repository(built):
     with tarfile.open(built["sdist"]) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "pyproject.toml", "src/ragged_attention/calls/mla.py"} <= names
-    assert {f"{room}/__init__.py" for room in ROOMS} <= names
+    assert {f"{folder}/__init__.py" for folder in ROOT_FOLDERS} <= names
     assert not [name for name in names if name.startswith(("tests", "benchmarks"))]
 
 
@@ -174,7 +179,7 @@ def install(python: Path, *what: object) -> None:
 
 def imports_well(python: Path) -> str:
     program = ROOT / "tests" / "programs" / "installed_package.py"
-    return run_in(python, [python, program, ",".join(SETUPTOOLS["packages"]), ",".join(ROOMS)]).strip()
+    return run_in(python, [python, program, ",".join(SETUPTOOLS["packages"]), ",".join(ROOT_FOLDERS)]).strip()
 
 
 def test_wheel_installs_into_a_fresh_environment(built, tmp_path):

@@ -19,7 +19,7 @@ from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 from ragged_attention.testing.tpu_interpreter import watched  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20)
-ROOMS = {"indexer_logits": indexer_logits, "indexer_topk": indexer_topk, "top_k_indices": top_k_indices}
+MODULES = {"indexer_logits": indexer_logits, "indexer_topk": indexer_topk, "top_k_indices": top_k_indices}
 
 
 def _call(operation: str = "indexer_logits", device: Device = TPU, **sample: Any) -> Any:
@@ -27,7 +27,7 @@ def _call(operation: str = "indexer_logits", device: Device = TPU, **sample: Any
 
 
 @pytest.mark.parametrize(
-    ("room", "fields", "text"),
+    ("module", "fields", "text"),
     [
         (indexer_logits, {"num_keys_per_block": 64}, "expected num_keys_per_block between 128 and 4096, got 64"),
         (indexer_logits, {"num_keys_per_block": 200}, "expected num_keys_per_block to be a multiple of 128, got 200"),
@@ -38,17 +38,17 @@ def _call(operation: str = "indexer_logits", device: Device = TPU, **sample: Any
         (top_k_indices, {"vmem_limit_bytes": -1}, "expected vmem_limit_bytes between 0 and 2147483647, got -1"),
     ],
 )
-def test_tiles_have_limits(room: Any, fields: dict[str, int], text: str) -> None:
+def test_tiles_have_limits(module: Any, fields: dict[str, int], text: str) -> None:
     with pytest.raises(ra.InvalidInput, match=f"^{text}$"):
-        room.Tile(**fields)
+        module.Tile(**fields)
 
 
-@pytest.mark.parametrize("operation", ROOMS)
+@pytest.mark.parametrize("operation", MODULES)
 def test_what_is_refused_and_why(operation: str) -> None:
-    room = ROOMS[operation]
-    assert room.why_not(_call(operation)) is None
+    module = MODULES[operation]
+    assert module.why_not(_call(operation)) is None
     torch = Device(framework="torch", platform="cpu")
-    assert room.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
+    assert module.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
 
 
 def test_rows_of_logits_that_do_not_fit_are_refused() -> None:

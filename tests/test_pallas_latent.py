@@ -32,14 +32,14 @@ from ragged_attention.testing.drawing import PROFILES, examples_of  # noqa: E402
 from ragged_attention.testing.tpu_interpreter import watched  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20)
-ROOMS = {
+MODULES = {
     "mla_decode": mla_decode,
     "ragged_mla_attention": ragged_mla_attention,
     "sparse_mla_prefill": sparse_mla_prefill,
 }
 
 
-@pytest.mark.parametrize("room", ROOMS.values())
+@pytest.mark.parametrize("module", MODULES.values())
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -48,15 +48,15 @@ ROOMS = {
         ({"vmem_limit_bytes": -1}, "expected vmem_limit_bytes between 0 and 2147483647, got -1"),
     ],
 )
-def test_tiles_have_limits(room: Any, fields: dict[str, int], text: str) -> None:
+def test_tiles_have_limits(module: Any, fields: dict[str, int], text: str) -> None:
     with pytest.raises(ra.InvalidInput, match=f"^{text}$"):
-        room.Tile(**fields)
+        module.Tile(**fields)
 
 
-@pytest.mark.parametrize("room", [mla_decode, ragged_mla_attention])
-def test_query_blocks_have_limits(room: Any) -> None:
+@pytest.mark.parametrize("module", [mla_decode, ragged_mla_attention])
+def test_query_blocks_have_limits(module: Any) -> None:
     with pytest.raises(ra.InvalidInput, match=r"^expected num_queries_per_block between 1 and 1024, got 0$"):
-        room.Tile(num_queries_per_block=0)
+        module.Tile(num_queries_per_block=0)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def _call(operation: str = "mla_decode", device: Device = TPU, **sample: Any) ->
     return sample_of(operation, **sample).call(operation, device)
 
 
-@pytest.mark.parametrize("operation", ROOMS)
+@pytest.mark.parametrize("operation", MODULES)
 def test_what_is_refused_and_why(operation: str) -> None:
-    room = ROOMS[operation]
+    module = MODULES[operation]
     for form in ("plain", "fp8_v32", "fp8_v41", "fp4_v41"):
-        assert room.why_not(_call(operation, cache_format=form)) is None
+        assert module.why_not(_call(operation, cache_format=form)) is None
     text = "takes caches that have the bytes of a token together, got 'fp8_v4' by pages"
-    assert room.why_not(_call(operation, cache_format="fp8_v4")) == text
+    assert module.why_not(_call(operation, cache_format="fp8_v4")) == text
     for form in ("fp8_v41", "fp4_v41"):
         by_pages = _call(operation, cache_format=form, cache_layout="page")
-        assert room.why_not(by_pages) == text.replace("fp8_v4", form)
+        assert module.why_not(by_pages) == text.replace("fp8_v4", form)
     torch = Device(framework="torch", platform="cpu")
-    assert room.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
+    assert module.why_not(_call(operation, device=torch)) == "runs on jax arrays, got a call from torch"
 
 
 @pytest.mark.parametrize("operation", ["ragged_mla_attention", "write_mla_cache"])

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu  # noqa: E402
 
 from ragged_attention.kernels_pallas import _ragged_kernel as kernel  # noqa: E402
 from ragged_attention.kernels_pallas import _scale_pages as scale_pages  # noqa: E402
-from ragged_attention.kernels_pallas import ragged_paged_attention as room  # noqa: E402
+from ragged_attention.kernels_pallas import ragged_paged_attention as kernels  # noqa: E402
 from ragged_attention.kernels_pallas._ranges import ranges_of  # noqa: E402
 
 TPU = Device(framework="jax", platform="tpu", shared_memory=128 << 20, scalar_memory=1 << 20)
@@ -46,21 +46,21 @@ def _call(device: Device = TPU, **sample: Any) -> Any:
 )
 def test_tiles_have_limits(fields: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=f"^{text}"):
-        room.Tile(**fields)
+        kernels.Tile(**fields)
 
 
 def test_what_is_refused_and_why() -> None:
-    assert room.why_not(_call()) is None
-    assert room.why_not(_call(dtype="float16")) == "TPUs have no float16"
-    assert room.why_not(_call(cache_dtype="float8_e4m3fnuz")) == "reads no cache of float8_e4m3fnuz"
+    assert kernels.why_not(_call()) is None
+    assert kernels.why_not(_call(dtype="float16")) == "TPUs have no float16"
+    assert kernels.why_not(_call(cache_dtype="float8_e4m3fnuz")) == "reads no cache of float8_e4m3fnuz"
     torch = Device(framework="torch", platform="cpu")
-    assert room.why_not(_call(device=torch)) == "runs on jax arrays, got a call from torch"
+    assert kernels.why_not(_call(device=torch)) == "runs on jax arrays, got a call from torch"
     small = dataclasses.replace(TPU, shared_memory=1 << 16)
     assert "bytes of vector memory for pages of 16 positions, 49152 are for them" in str(
-        room.why_not(_call(device=small))
+        kernels.why_not(_call(device=small))
     )
     narrow = dataclasses.replace(TPU, scalar_memory=8)
-    assert "bytes of scalar memory for one row of page_indices" in str(room.why_not(_call(device=narrow)))
+    assert "bytes of scalar memory for one row of page_indices" in str(kernels.why_not(_call(device=narrow)))
 
 
 ONE_SCALE = "takes scale pages of one scale for each row and no zero points, got "
@@ -107,7 +107,7 @@ def test_each_row_of_a_part_finds_its_scales(
     monkeypatch.setattr(pltpu, "roll", jax.numpy.roll)  # `pltpu.roll` works only inside kernels
     rng = np.random.default_rng(page_size)
     call = _call(num_q_heads=heads, num_kv_heads=heads, page_size=page_size, kv_format="int8_token_head", max_len=600)
-    plan = room.plan_of(call, room.Tile(num_kv_pages_per_block=-(-512 // page_size)), block_q, 32)
+    plan = kernels.plan_of(call, kernels.Tile(num_kv_pages_per_block=-(-512 // page_size)), block_q, 32)
     k, v = (rng.standard_normal((plan.pages, page_size, heads, 1)).astype(np.float32) for _ in "kv")
     k[-1, 0], v[0, -1] = np.nan, np.inf
     buffer = scale_pages.in_lines(jax.numpy.asarray(k), jax.numpy.asarray(v))[None]
@@ -123,9 +123,9 @@ def test_each_row_of_a_part_finds_its_scales(
 def test_an_update_numbers_slots_in_int32() -> None:
     call = _call(max_num_seqs=2**20)
     new = [jax.ShapeDtypeStruct((call.num_tokens, call.num_kv_heads, call.head_dim), call.q.dtype)] * 2
-    assert room.why_not(call) is None
+    assert kernels.why_not(call) is None
     text = "expected num_pages * page_size < 2**31 - 1, got 4294967296"
-    assert room.why_not(dataclasses.replace(call, new_kv=tuple(new))) == text
+    assert kernels.why_not(dataclasses.replace(call, new_kv=tuple(new))) == text
 
 
 @pytest.mark.parametrize("version", ["TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU_7X"])
@@ -136,9 +136,9 @@ def test_the_heuristic_keeps_to_the_vector_memory(version: str, heads: tuple[int
     device = dataclasses.replace(TPU, shared_memory=info.vmem_capacity_bytes, scalar_memory=info.smem_capacity_bytes)
     for head_dim in (64, 128, 256):
         call = _call(device, num_q_heads=heads[0], num_kv_heads=heads[1], head_dim=head_dim, page_size=page_size)
-        tile = room.heuristic(call)
-        assert room.used_memory(call, tile) <= device.shared_memory * 5 // 8
-        assert room.used_memory(call, tile) < tile.vmem_limit_bytes <= device.shared_memory
+        tile = kernels.heuristic(call)
+        assert kernels.used_memory(call, tile) <= device.shared_memory * 5 // 8
+        assert kernels.used_memory(call, tile) < tile.vmem_limit_bytes <= device.shared_memory
 
 
 def test_a_table_beyond_scalar_memory_is_taken_in_pieces() -> None:
@@ -148,7 +148,7 @@ def test_a_table_beyond_scalar_memory_is_taken_in_pieces() -> None:
 def test_blocks_between_ranges_are_left_out() -> None:
     """A tile visits no block between two ranges: here a prefix and a window per query, then queries without keys."""
     call = _call(num_tokens=40, max_num_seqs=2, max_len=4096, key_ranges=2)
-    plan = room.plan_of(call, room.Tile(num_kv_pages_per_block=16, num_queries_per_block=16), 16, 40)
+    plan = kernels.plan_of(call, kernels.Tile(num_kv_pages_per_block=16, num_queries_per_block=16), 16, 40)
     assert plan.block == 256
     starts, q_lens, kv_lens = (np.array(each, np.int32) for each in ([0, 20], [20, 17], [4000, 700]))
     seqs = kernel.Sequences(starts, q_lens, kv_lens, None)

@@ -85,7 +85,7 @@ def compare(got: Any, want: list[np.ndarray], tolerance: float) -> None:
 
 
 def expect_agreement(
-    make: Any, room_of: Any, tile: dict[str, int], options: dict[str, Any], bias: Any, bound: float
+    make: Any, module_of: Any, tile: dict[str, int], options: dict[str, Any], bias: Any, bound: float
 ) -> None:
     """Check a backend's attention and its gradient with given tile sizes."""
     arrays, forward, backward = packed_gradient(options, bias)
@@ -95,8 +95,8 @@ def expect_agreement(
         ("varlen_attention", VarlenAttention, given, options, forward),
         ("varlen_attention_backward", VarlenAttentionBackward, arrays, asked, backward),
     ):
-        call, room = make(record, some, **flags), room_of(operation)
-        compare(room.run(call, room.Tile(**tile), None), want, bound)
+        call, module = make(record, some, **flags), module_of(operation)
+        compare(module.run(call, module.Tile(**tile), None), want, bound)
 
 
 # torch
@@ -123,8 +123,8 @@ def test_eager_blocks_of_any_size_agree(block_q, bias, options):
 def test_eager_adds_up_rows_in_any_blocks(block_kv, platform, deterministic):
     arrays, want = listed()
     call = torch_call(SparseMlaPrefillBackward, arrays, platform, d_v=16, deterministic=deterministic)
-    room = eager("sparse_mla_prefill_backward")
-    compare(room.run(call, room.Tile(block_kv=block_kv), None), want, 1e-12)
+    module = eager("sparse_mla_prefill_backward")
+    compare(module.run(call, module.Tile(block_kv=block_kv), None), want, 1e-12)
 
 
 @pytest.mark.parametrize("group", [1, 8])
@@ -145,15 +145,15 @@ def test_eager_holds_few_logits_of_long_sequences(group, options):
 
 
 def test_eager_refuses():
-    room = eager("varlen_attention")
+    module = eager("varlen_attention")
     with pytest.raises(InvalidInput, match="expected block_q >= 1, got 0"):
-        room.Tile(block_q=0)
+        module.Tile(block_q=0)
     with pytest.raises(TypeError, match="expected block_q to be an int, got float"):
-        room.Tile(block_q=1.5)
+        module.Tile(block_q=1.5)
     call = torch_call(SparseMlaPrefillBackward, listed()[0], "mps", d_v=16, deterministic=True)
-    room = eager("sparse_mla_prefill_backward")
-    assert room.why_not(call) == "adds up in a fixed order on cpu, cuda, rocm, got deterministic=True on mps"
-    assert room.why_not(dataclasses.replace(call, deterministic=False)) is None
+    module = eager("sparse_mla_prefill_backward")
+    assert module.why_not(call) == "adds up in a fixed order on cpu, cuda, rocm, got deterministic=True on mps"
+    assert module.why_not(dataclasses.replace(call, deterministic=False)) is None
     jax_call = dataclasses.replace(call, device=Device(framework="jax", platform="cpu"))
     for operation in ("varlen_attention", "varlen_attention_backward", "sparse_mla_prefill_backward"):
         assert eager(operation).why_not(jax_call) == "expected torch tensors, got a jax call"
@@ -189,18 +189,18 @@ def test_xla_adds_up_rows_in_any_order(platform, deterministic, tile):
     """Rows are summed correctly in any order, also in the sorted order of deterministic calls on GPUs."""
     arrays, want = listed()
     call = jax_call(SparseMlaPrefillBackward, arrays, platform, d_v=16, deterministic=deterministic)
-    room = xla("sparse_mla_prefill_backward")
-    compare(room.run(call, room.Tile(*tile), None), want, 2e-5)
+    module = xla("sparse_mla_prefill_backward")
+    compare(module.run(call, module.Tile(*tile), None), want, 2e-5)
 
 
 def test_known_lengths_bound_xlas_tiles():
     arrays = {name: packed()[name] for name in ("q", "k", "v", "cu_q_lens", "cu_kv_lens")}
     call = jax_call(VarlenAttention, arrays | {"q": normal(2000, 1, 4, seed=0), "k": normal(2000, 1, 4, seed=1),
                                                "v": normal(2000, 1, 4, seed=1)})  # fmt: skip
-    room = xla("varlen_attention")
-    assert room.heuristic(call) == room.Tile(block_q=64, block_kv=256)
+    module = xla("varlen_attention")
+    assert module.heuristic(call) == module.Tile(block_q=64, block_kv=256)
     short = dataclasses.replace(call, max_q_len=9, max_kv_len=12)
-    assert room.heuristic(short) == room.Tile(block_q=16, block_kv=12)
+    assert module.heuristic(short) == module.Tile(block_q=16, block_kv=12)
 
 
 def test_xla_refuses():
@@ -213,9 +213,9 @@ def test_xla_refuses():
 
 def test_more_rows_than_int32_counts_are_refused_by_the_sparse_gradient_on_xla() -> None:
     jax = pytest.importorskip("jax")
-    room = importlib.import_module("ragged_attention.portable.xla.sparse_mla_prefill_backward")
+    module = importlib.import_module("ragged_attention.portable.xla.sparse_mla_prefill_backward")
     operation, device = "sparse_mla_prefill_backward", Device(framework="jax", platform="cpu")
     call: Any = sample_of(operation).call(operation, device)
-    assert room.why_not(call) is None
+    assert module.why_not(call) is None
     large = dataclasses.replace(call, kv=jax.ShapeDtypeStruct((2**25, *call.kv.shape[1:]), call.kv.dtype))
-    assert room.why_not(large) == "numbers rows in int32, got 2147483648"
+    assert module.why_not(large) == "numbers rows in int32, got 2147483648"

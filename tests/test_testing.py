@@ -327,8 +327,8 @@ def test_slots_are_written_once_and_some_not_at_all(slot_dtype: type) -> None:
     batch = write_batch(spec, slot_dtype=slot_dtype)
     slots = batch.slot_mapping
     assert slots is not None
-    room = pages_of(batch.kv_pages)[0].shape[0] * spec.page_size
-    inside = slots[(slots >= 0) & (slots < room)]
+    num_slots = pages_of(batch.kv_pages)[0].shape[0] * spec.page_size
+    inside = slots[(slots >= 0) & (slots < num_slots)]
     assert len(set(inside.tolist())) == len(inside) > 10
     assert len(inside) < len(slots)
 
@@ -491,10 +491,10 @@ def test_runners_know_what_is_absent() -> None:
 
 def test_a_backend_need_not_attend_to_be_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that offers only `merge_attention_states` counts as present, and its merge is judged."""
-    room = types.ModuleType("merging_room")
-    room.__path__ = []  # type: ignore[attr-defined]
-    room.__spec__ = ModuleSpec("merging_room", None, is_package=True)
-    monkeypatch.setitem(sys.modules, "merging_room", room)
+    package = types.ModuleType("merging_room")
+    package.__path__ = []  # type: ignore[attr-defined]
+    package.__spec__ = ModuleSpec("merging_room", None, is_package=True)
+    monkeypatch.setitem(sys.modules, "merging_room", package)
     monkeypatch.setitem(sys.modules, "merging_room.merge_attention_states", merge_module)
     monkeypatch.setattr(dispatch, "third_party_packages", lambda: {"merging": "merging_room"})
     dispatch.load.cache_clear()
@@ -539,11 +539,11 @@ def test_the_command_refuses_a_name_that_no_check_has() -> None:
 
 
 def test_the_command_reports_failure(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from ragged_attention.reference import ragged_paged_attention as room
+    from ragged_attention.reference import ragged_paged_attention as implementation
 
     pytest.importorskip("torch")
-    honest = room.run
-    monkeypatch.setattr(room, "run", lambda *given: [2 * part for part in honest(*given)])
+    honest = implementation.run
+    monkeypatch.setattr(implementation, "run", lambda *given: [2 * part for part in honest(*given)])
     assert conformance.main(["--backend", "reference", "--framework", "torch", "--only", "attention, prefill"]) == 1
     printed = capsys.readouterr().out
     assert "corner: attention, prefill" in printed

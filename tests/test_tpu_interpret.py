@@ -24,8 +24,8 @@ from ragged_attention.testing.drawing import Check
 from ragged_attention.testing.runner import ANSWERED
 from tests import planted_pallas as planting
 
-ROOM = Path(__file__).parent.parent / "kernels_pallas"
-OPERATIONS = sorted({path.stem for path in ROOM.glob("*.py")} & set(CALLS))
+FOLDER = Path(__file__).parent.parent / "kernels_pallas"
+OPERATIONS = sorted({path.stem for path in FOLDER.glob("*.py")} & set(CALLS))
 PIECE = 8  # checks per piece
 DECLINED = re.compile(r"fp8_v4\b|, page\b|drafted")  # formats and masks that the kernels decline
 EXAMPLES = 2 if examples_of() == PROFILES["dev"] else examples_of() // 20

@@ -14,7 +14,7 @@ jax = pytest.importorskip("jax")
 from jax import export  # noqa: E402
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh  # noqa: E402
 
-ROOM = Path(__file__).parent.parent / "kernels_pallas"
+FOLDER = Path(__file__).parent.parent / "kernels_pallas"
 KINDS = list(TARGETS)
 FIRST = {case.operation: case.name for case in reversed(CASES)}  # operation -> name of its first case
 
@@ -50,7 +50,7 @@ def test_a_case_lowers(case: TpuCase) -> None:
 
 
 def test_every_operation_of_the_room_has_a_case() -> None:
-    assert tpu_cases.uncovered(ROOM) == []
+    assert tpu_cases.uncovered(FOLDER) == []
 
 
 def test_an_operation_without_a_case_is_noticed(tmp_path: Path) -> None:

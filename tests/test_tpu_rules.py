@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-ROOM = Path(__file__).parent.parent / "kernels_pallas"
+FOLDER = Path(__file__).parent.parent / "kernels_pallas"
 SHAPERS = ("reshape", "bitcast")
 ACCESSES = ("load", "store", "swap")
 SLICES = ("ds", "dslice")
@@ -116,7 +116,7 @@ def _on_device(node: ast.AST, references: set[str], device: set[str]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("path", sorted(ROOM.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.stem)
 def test_the_interpreter_can_run_the_room(path: Path) -> None:
     assert broken_rules(path.read_text()) == []
 
