@@ -552,8 +552,8 @@ def _of_m3(name: str) -> Callable[[Any], Any]:
     return lambda original: getattr(importlib.import_module("ragged_attention.integrations._vllm_m3"), name)
 
 
-# Bindings for MiniMax M3. vLLM has Triton kernels for all GPUs. It has the steps before and after these kernels for GPUs
-# only.
+# Bindings for MiniMax M3. vLLM has Triton kernels for all GPUs. It has the steps before and after these kernels for
+# GPUs only.
 M3 = (
     Binding(
         f"{_M3}.common.indexer", "select_indexer_impl_cls", _of_m3("select_indexer_impl_cls"), _is_cpu, wraps=True
