@@ -8,7 +8,7 @@ import pytest
 from benchmarks.compiled import amd, document, gcn
 from benchmarks.compiled.gcn import CHIPS, ISSUE, LDS_LATENCY
 from ragged_attention.reference._kv_layout import encode as reference_encode
-from tests.apart import printed
+from tests.processes import printed
 
 torch = pytest.importorskip("torch")
 triton = pytest.importorskip("triton")

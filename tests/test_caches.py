@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ragged_attention.host import caches
-from tests.apart import apart, printed
+from tests.processes import printed, run_python
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no POSIX owners and modes of files")
 
@@ -355,7 +355,7 @@ def test_kernels_that_two_processes_have_kept_do_not_share_functions(home: Path)
 def switched(**environment: str) -> subprocess.CompletedProcess[str]:
     pytest.importorskip("torch")
     pytest.importorskip("numba")
-    return apart("-m", "tests.programs.merge_without_numba", **environment)
+    return run_python("-m", "tests.programs.merge_without_numba", **environment)
 
 
 def test_where_numba_compiles_nothing_another_backend_is_the_choice(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ragged_attention.tools import arguments as command_arguments
 from ragged_attention.tools import cli, warmup
 from ragged_attention.tools.gpus import GPUS, VERIFIED
 from ragged_attention.tools.samples import KV_FORMATS, device_of
-from tests.apart import printed
+from tests.processes import printed
 
 ATTENTION = "ragged_paged_attention"
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.apart import printed
+from tests.processes import printed
 
 pytest.importorskip("jax")
 

@@ -15,14 +15,16 @@ from benchmarks.compiled import compile_matrix, compiling, fences
 from ragged_attention import dispatch
 from ragged_attention.calls import dtype_name
 from ragged_attention.tools import recording, samples
-from tests.apart import apart, printed
+from tests.processes import printed, run_python
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
 def test_compiled_decode(arch: str) -> None:
-    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", arch, "--case", "one_page_slot", "--jobs", "1")
+    done = run_python(
+        "-m", "benchmarks.compiled.compile_matrix", "--arch", arch, "--case", "one_page_slot", "--jobs", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no failures" in done.stdout
     for kernel in ("split_kernel", "write_kernel", "merge_kernel"):
@@ -30,7 +32,9 @@ def test_compiled_decode(arch: str) -> None:
 
 
 def test_compiled_prefill_uses_wgmma() -> None:
-    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1")
+    done = run_python(
+        "-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "prefill_4k", "--jobs", "1"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "wgmma" in done.stdout
     (tile,) = (line for line in done.stdout.splitlines() if "| tile_kernel |" in line)
@@ -39,14 +43,14 @@ def test_compiled_prefill_uses_wgmma() -> None:
 
 def test_compiled_attention_without_a_cache_and_its_gradient() -> None:
     names = ["mha_one_of_everything", "mha_one_of_everything_backward"]
-    done = apart("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
+    done = run_python("-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", *names, "--jobs", "1")
     assert done.returncode == 0, done.stdout + done.stderr
     for kernel in ("forward_kernel", "prepare_kernel", "dkv_kernel", "dq_kernel"):
         assert kernel in done.stdout
 
 
 def test_compiled_writing_quantising_and_scheduling() -> None:
-    done = apart(
+    done = run_python(
         "-m", "benchmarks.compiled.compile_matrix", "--arch", "sm_90", "--case", "mla_one_of_everything", "--jobs", "1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,7 +65,7 @@ def test_a_thousand_batches_compile_few_variants() -> None:
     by 16 or not.
     """
     pytest.importorskip("triton")
-    done = apart("-m", "tests.serving_variants")
+    done = run_python("-m", "tests.serving_variants")
     assert done.returncode == 0, done.stderr
     for operation, counts in json.loads(done.stdout).items():
         assert max(counts.values()) <= 12, f"{operation}: {counts}"
@@ -101,7 +105,7 @@ def test_causal_masks_as_ranges_cost_hopper_what_they_cost_by_name() -> None:
 
 def test_planted_kernels_are_reported() -> None:
     pytest.importorskip("triton")
-    done = apart("-m", "tests.planted_kernels")
+    done = run_python("-m", "tests.planted_kernels")
     assert done.returncode == 0, done.stderr
     said = dict(line.split(": ", 1) for line in done.stdout.splitlines())
     assert said["good"] == "None"

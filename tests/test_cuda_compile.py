@@ -31,7 +31,7 @@ from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported, h
 from ragged_attention.kernels_cuda import _abi, _native, _report
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from ragged_attention.tools import cli, doctor
-from tests.apart import apart, loaded
+from tests.processes import loaded, run_python
 
 ROOT = Path(__file__).parent.parent
 HEADER = (ROOT / "kernels_cuda" / "csrc" / "api.h").read_text()
@@ -508,7 +508,7 @@ def test_what_is_cut_short_ahead_of_time_is_passed_over(small):
 
 
 def test_what_a_killed_build_leaves_is_removed(small):
-    killed = apart("-m", "tests.programs.build_cuda", str(compile.SOURCES), "killed")
+    killed = run_python("-m", "tests.programs.build_cuda", str(compile.SOURCES), "killed")
     assert killed.returncode == -signal.SIGKILL
     folder = compile.kernels_recipe().path.parent
     assert [path.name.startswith("building-") for path in folder.iterdir() if path.is_dir()] == [True]

@@ -13,7 +13,7 @@ import pytest
 from ragged_attention.kernels_cuda import _abi, _native
 from ragged_attention.kernels_cuda._build import compile, toolchain
 from tests import tiers
-from tests.apart import apart
+from tests.processes import run_python
 
 HEADER = (compile.SOURCES / "api.h").read_text()
 
@@ -65,6 +65,6 @@ def test_the_emulation_has_the_same_functions(kernels):
 
 
 def test_a_build_of_a_clean_process_says_nothing(kernels):
-    done = apart("-m", "tests.programs.cuda_status")
+    done = run_python("-m", "tests.programs.cuda_status")
     assert (done.returncode, done.stderr) == (0, "")
     assert re.fullmatch(r"\d+\n", done.stdout)

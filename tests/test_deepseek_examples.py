@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from tests.apart import printed
+from tests.processes import printed
 from tests.scripts import EXAMPLES
 
 

@@ -25,7 +25,7 @@ from ragged_attention.demo.pages import PageAllocator, chained_digest
 from ragged_attention.demo.prompts import PROMPTS
 from ragged_attention.demo.view import View, readable
 from ragged_attention.errors import BackendMissing, InvalidInput, Unsupported
-from tests.apart import printed
+from tests.processes import printed
 
 ROOT = Path(__file__).resolve().parent.parent
 

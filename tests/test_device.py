@@ -31,7 +31,7 @@ from ragged_attention.kernels_cuda._build import toolchain
 from ragged_attention.tools import samples
 from ragged_attention.tools.samples import device_of
 from tests import device_faults
-from tests.apart import loaded, printed
+from tests.processes import loaded, printed
 
 ROOT = Path(__file__).parents[1]
 ONE_COSTS = {

@@ -16,7 +16,7 @@ from ragged_attention.explain import explanation
 from ragged_attention.operations import Operations
 from ragged_attention.tools import doctor
 from ragged_attention.tools.samples import Sample, device_of, sample_of
-from tests.apart import loaded, printed
+from tests.processes import loaded, printed
 
 ATTENTION, MERGE = "ragged_paged_attention", "merge_attention_states"
 CPU = Device(framework="torch", platform="cpu")

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.apart import ROOT, printed
+from tests.processes import ROOT, printed
 from tests.tiers import QUICK_TO_COMPILE
 
 pytest.importorskip("jax")

@@ -16,8 +16,8 @@ import pytest
 from benchmarks import scaling
 from ragged_attention.calls.sharding import KvShard, zigzag_order, zigzag_pairs
 from ragged_attention.errors import InvalidInput
-from tests.apart import ROOT, apart
 from tests.divided import TRAFFIC
+from tests.processes import ROOT, run_python
 
 torch = pytest.importorskip("torch")
 if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
@@ -36,7 +36,7 @@ DIVIDED = {
 
 def ranks(size: int, *checks: str) -> dict[str, Any]:
     """Rank 0's result of each check; all ranks must succeed."""
-    done = apart("-m", "tests.ranks", str(size), *checks, OMP_NUM_THREADS="1")
+    done = run_python("-m", "tests.ranks", str(size), *checks, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = {}
     for line in done.stdout.splitlines():
@@ -122,7 +122,7 @@ def test_a_ranks_memory_falls_as_ranks_grow() -> None:
 
 def test_a_rank_that_dies_ends_the_others() -> None:
     began = time.monotonic()
-    done = apart("-m", "tests.ranks", "3", "death")
+    done = run_python("-m", "tests.ranks", "3", "death")
     assert done.returncode == 3, done.stdout + done.stderr  # the exit status of the rank that died
     assert time.monotonic() - began < 60
     reports = [json.loads(line) for line in done.stdout.splitlines()]
@@ -132,7 +132,7 @@ def test_a_rank_that_dies_ends_the_others() -> None:
 
 def test_a_rank_that_hangs_is_given_up() -> None:
     began = time.monotonic()
-    done = apart("-m", "tests.ranks", "2", "silence")
+    done = run_python("-m", "tests.ranks", "2", "silence")
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - began < 60
 

@@ -7,7 +7,7 @@ import pytest
 
 from ragged_attention.host import forking
 from ragged_attention.host.interpreting import interpreting
-from tests.apart import printed
+from tests.processes import printed
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform has no os.fork")
 

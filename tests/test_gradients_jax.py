@@ -7,7 +7,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from tests.apart import triton_kernels
+from tests.processes import triton_kernels
 
 jax = pytest.importorskip("jax")
 

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ragged_attention.jax as rj
 import ragged_attention.torch as rt
-from tests.apart import triton_kernels
 from tests.far_strides import far
 from tests.operators import operator_arguments
+from tests.processes import triton_kernels
 from tests.tensors import ints, strided
 
 T, H, D = 7, 3, 16  # the last token is padding

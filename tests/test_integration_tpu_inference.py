@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.apart import loaded
+from tests.processes import loaded
 
 jax = pytest.importorskip("jax")
 

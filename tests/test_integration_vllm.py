@@ -446,7 +446,7 @@ def test_8_bit_caches_of_an_mi300(monkeypatch, backend):
     with fakes.installed(monkeypatch, device="gfx942"):
         step = Step(MIXED, cache_dtype="fp8", scales=([0.5, 0.125], [0.25, 2.0]))
         assert step.fp8 == torch.float8_e4m3fnuz
-        step.k[0] = 0  # must be stored as the code 0: the code of -0 in other formats is NaN in e4m3fnuz
+        step.k[0] = -0.0  # must be stored as the code 0: the code of -0 in other formats is NaN in e4m3fnuz
         assert agrees(step.run(implementation(kv_cache_dtype="fp8")), step.dense(), "float32")
         written = step.cache.transpose(1, 2).flatten(0, 1)[step.slots[: step.tokens]].float()
         wanted = (step.k[: step.tokens] / step.layer._k_scale.view(-1, 1)).to(step.fp8).float()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ragged_attention.host.interpreting import let_scalars_be_indices
-from tests.apart import printed
+from tests.processes import printed
 
 triton = pytest.importorskip("triton")
 

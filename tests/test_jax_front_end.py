@@ -12,7 +12,7 @@ from ragged_attention.errors import InvalidInput, Unsupported
 from ragged_attention.reference.ragged_paged_attention import ragged_paged_attention as definition
 from ragged_attention.testing.compare import agrees, identical
 from ragged_attention.testing.formats import SCALED
-from tests.apart import loaded, triton_kernels
+from tests.processes import loaded, triton_kernels
 
 pytest.importorskip("jax")
 

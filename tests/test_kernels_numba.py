@@ -40,7 +40,7 @@ from ragged_attention.torch import (  # noqa: E402
     write_kv_pages,
     write_mla_cache,
 )
-from tests.apart import apart, printed  # noqa: E402
+from tests.processes import printed, run_python  # noqa: E402
 
 LANES = _vectors.LANES
 CODES = np.arange(256, dtype=np.uint8)
@@ -394,7 +394,7 @@ def test_a_call_for_which_there_is_no_memory_fails_as_a_whole() -> None:
 
 
 def test_kernels_are_kept_on_disk_and_a_line_says_so(tmp_path: Path) -> None:
-    first, second = (apart("-m", "tests.programs.numba_cache_hits", XDG_CACHE_HOME=str(tmp_path)) for _ in "12")
+    first, second = (run_python("-m", "tests.programs.numba_cache_hits", XDG_CACHE_HOME=str(tmp_path)) for _ in "12")
     assert first.stdout == "192.0\n[0, 0]\n", first.stderr
     assert second.stdout == "192.0\n[1, 1]\n", second.stderr
     assert first.stderr.startswith("ragged_attention: compiling the kernel merge_attention_states for this CPU, once, ")
@@ -714,7 +714,7 @@ def test_of_two_latents_for_one_position_the_later_one_wins_on_any_number_of_thr
 def test_blocks_of_keys_that_no_query_sees_are_not_read(operation: str) -> None:
     for mask in ("ranges", "lists")[: 1 if operation == "latent" else 2]:
         assert printed("-m", "tests.programs.unseen_keys", operation, mask) == "well\n"
-    assert apart("-m", "tests.programs.unseen_keys", operation, "causal").returncode == -signal.SIGSEGV
+    assert run_python("-m", "tests.programs.unseen_keys", operation, "causal").returncode == -signal.SIGSEGV
 
 
 LENGTHS = [(1, 40), (33, 70), (5, 5), (0, 20), (2, 6000), (70, 400)]

@@ -36,7 +36,7 @@ from ragged_attention.calls.base import Result, record  # noqa: E402
 from ragged_attention.calls.fields import ArrayKind, Kind, field  # noqa: E402
 from ragged_attention.errors import TooLarge  # noqa: E402
 from ragged_attention.torch import _launcher, _operators, _plan, _replay  # noqa: E402
-from tests.apart import printed  # noqa: E402
+from tests.processes import printed  # noqa: E402
 
 rt: Any = importlib.import_module("ragged_attention.torch")
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,7 +9,7 @@ from benchmarks.cases import catalogue
 from benchmarks.compiled import document
 from benchmarks.compiled.sass import WARPWISE, cycles, instructions_of
 from ragged_attention.tools.samples import device_of
-from tests.apart import printed
+from tests.processes import printed
 
 ROOT = Path(__file__).parent.parent
 HOPPER = device_of("torch", "sm_90")

@@ -15,7 +15,7 @@ from ragged_attention.testing.guarding import run_module
 from ragged_attention.testing.runner import FRAMEWORKS, Runner
 from ragged_attention.testing.safety import MODULE
 from ragged_attention.testing.suite import memory
-from tests.apart import ROOT
+from tests.processes import ROOT
 
 
 @pytest.mark.parametrize("check", list(memory()), ids=str)

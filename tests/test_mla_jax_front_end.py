@@ -11,7 +11,7 @@ import ragged_attention as ra
 from ragged_attention.calls import CACHE_FORMATS, QUANTIZED
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.compare import agrees, identical
-from tests.apart import triton_kernels
+from tests.processes import triton_kernels
 
 pytest.importorskip("jax")
 

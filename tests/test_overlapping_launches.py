@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.apart import printed
+from tests.processes import printed
 
 READS = ["memory", "ret"]
 

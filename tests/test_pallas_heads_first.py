@@ -9,7 +9,7 @@ from ragged_attention.calls import Device
 from ragged_attention.errors import InvalidInput
 from ragged_attention.testing.drawing import PROFILES, examples_of
 from ragged_attention.tools.samples import Sample
-from tests.apart import printed
+from tests.processes import printed
 
 pytest.importorskip("jax")
 

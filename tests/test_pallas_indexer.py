@@ -8,7 +8,7 @@ import pytest
 import ragged_attention as ra
 from ragged_attention.calls import Device, IndexerLogits
 from ragged_attention.tools.samples import sample_of
-from tests.apart import printed
+from tests.processes import printed
 
 jax = pytest.importorskip("jax")
 

@@ -12,7 +12,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import CACHE_FORMATS, Device, MlaDecode
 from ragged_attention.reference.dequantize_mla_cache import dequantize_mla_cache
 from ragged_attention.tools.samples import sample_of
-from tests.apart import printed
+from tests.processes import printed
 
 jax = pytest.importorskip("jax")
 

@@ -13,7 +13,7 @@ from ragged_attention import dispatch
 from ragged_attention.calls import Device
 from ragged_attention.calls.cache_formats import SCALED_FORMATS
 from ragged_attention.tools.samples import FakeArray, sample_of
-from tests.apart import printed
+from tests.processes import printed
 
 jax = pytest.importorskip("jax")
 

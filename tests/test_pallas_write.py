@@ -5,7 +5,7 @@ import pytest
 
 from ragged_attention.calls import Device, WriteKvPages
 from ragged_attention.tools.samples import Sample
-from tests.apart import printed
+from tests.processes import printed
 
 jax = pytest.importorskip("jax")
 

@@ -15,7 +15,7 @@ from benchmarks.cases.varlen import VarlenCase
 from benchmarks.compiled.compiling import Launch
 from benchmarks.peers import recorded, registry, sources
 from benchmarks.roofline import varlen
-from tests.apart import printed
+from tests.processes import printed
 
 ROOT = Path(__file__).parent.parent
 

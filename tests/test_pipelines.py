@@ -10,7 +10,7 @@ from benchmarks.compiled import gate, hopper, loops, sass, scoreboard, staging
 from benchmarks.compiled.pipelines import Walk
 from benchmarks.compiled.sass import Instruction
 from benchmarks.roofline import model
-from tests.apart import printed
+from tests.processes import printed
 
 ROOT = Path(__file__).parent.parent
 NONE = 7  # the number that stands for no barrier

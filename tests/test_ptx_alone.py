@@ -26,7 +26,7 @@ import triton.language as tl  # noqa: E402
 from triton.language.extra import libdevice  # noqa: E402
 
 from ragged_attention.testing import ptx  # noqa: E402
-from tests.apart import printed  # noqa: E402
+from tests.processes import printed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "ptx.md"

@@ -24,7 +24,7 @@ import triton.language as tl  # noqa: E402
 
 from ragged_attention import dispatch  # noqa: E402
 from ragged_attention.errors import InvalidInput  # noqa: E402
-from ragged_attention.testing import apart, conformance, ptx, ptx_runner, suite  # noqa: E402
+from ragged_attention.testing import conformance, ptx, ptx_runner, suite, worker  # noqa: E402
 from ragged_attention.testing.drawing import Check  # noqa: E402
 from ragged_attention.testing.mla.oracle import check_decode, check_prefill  # noqa: E402
 from ragged_attention.testing.mla.specs import DecodeSpec, PrefillSpec  # noqa: E402
@@ -39,7 +39,7 @@ from ragged_attention.testing.varlen.oracle import check_gradients, check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec  # noqa: E402
 from ragged_attention.testing.verdicts import verdict_of  # noqa: E402
 from tests import partial_backend  # noqa: E402
-from tests.apart import printed  # noqa: E402
+from tests.processes import printed  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "ragged_attention.kernels_triton"
@@ -391,7 +391,7 @@ def others(arch: str) -> Iterator[Check]:
 
 def main(arch: str) -> None:
     runner = CompiledRunner(arch=arch, seed=SEEDS[arch])
-    apart.serve(runner, [watched(check) for check in calls()] + [*others(arch)], 1)
+    worker.serve(runner, [watched(check) for check in calls()] + [*others(arch)], 1)
 
 
 def watched(check: Check) -> Check:
@@ -416,7 +416,7 @@ def watched(check: Check) -> Check:
 @pytest.mark.parametrize("arch", SEEDS)
 def test_a_call_is_right_and_nothing_is_reported(arch: str, name: str) -> None:
     command = sys.executable, __file__, arch
-    (verdict,) = apart.judged(command, [name], timeout=600, environ=COMPILING)
+    (verdict,) = worker.judged(command, [name], timeout=600, environ=COMPILING)
     ANSWERED.update((operation, "ptx") for operation in verdict.answered)
     assert verdict.result == "passed", verdict.message
 

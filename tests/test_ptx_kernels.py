@@ -24,7 +24,7 @@ descriptors = pytest.importorskip("triton.tools.tensor_descriptor")
 import triton.language as tl  # noqa: E402
 
 from ragged_attention.testing import ptx  # noqa: E402
-from tests.apart import printed  # noqa: E402
+from tests.processes import printed  # noqa: E402
 from tests.test_ptx_calls import SEEDS  # noqa: E402
 
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.apart import printed
+from tests.processes import printed
 from tests.scripts import EXAMPLES
 
 SCRIPT = EXAMPLES / "serve_torch.py"

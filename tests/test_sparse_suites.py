@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.apart import apart
+from tests.processes import run_python
 
 pytest.importorskip("torch")
 
@@ -281,7 +281,7 @@ def outcome(suite: str, files: Mapping[str, str], checkout: Path) -> tuple[int, 
         path.write_text(text)
     paths = [str(ROOT), str(checkout), os.environ.get("PYTHONPATH", "")]
     variables = {"PYTHONPATH": os.pathsep.join(paths)}
-    done = apart("-m", "benchmarks.sparse_suites", suite, "--checkout", str(checkout), **variables)
+    done = run_python("-m", "benchmarks.sparse_suites", suite, "--checkout", str(checkout), **variables)
     return done.returncode, done.stdout + done.stderr
 
 

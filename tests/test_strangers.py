@@ -19,7 +19,7 @@ from ragged_attention.testing.paged.specs import Spec
 from ragged_attention.testing.paged.strategies import WriteSpec
 from ragged_attention.testing.varlen.oracle import check_varlen
 from ragged_attention.testing.varlen.specs import VarlenSpec
-from tests.apart import ROOT, printed
+from tests.processes import ROOT, printed
 
 pytest.importorskip("triton")
 

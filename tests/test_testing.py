@@ -55,7 +55,7 @@ from ragged_attention.testing.varlen.gradients import expected as expected_gradi
 from ragged_attention.testing.varlen.oracle import gradients_agree, rows_without_gradient
 from ragged_attention.testing.varlen.specs import VarlenBatch
 from ragged_attention.testing.varlen.strategies import sparse_gradient_specs, varlen_gradient_specs
-from tests.apart import apart
+from tests.processes import run_python
 
 MIXED = Spec(lens=((5, 5), (1, 37), (4, 21)), num_kv_heads=2, group=2, padding=2)
 
@@ -591,13 +591,13 @@ def test_other_users_of_pytest_keep_their_options(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("absent", ["hypothesis", "pytest"])
 def test_a_missing_tool_is_named(absent: str) -> None:
-    ended = apart("-m", "tests.programs.testing_without", absent)
+    ended = run_python("-m", "tests.programs.testing_without", absent)
     assert f"ImportError: ragged_attention.testing needs {absent}: run pip install '.[testing]'" in ended.stderr
 
 
 @pytest.mark.parametrize("module", ["runner", "paged.specs", "mla.ragged", "rounded_weights", "verdicts"])
 def test_a_module_can_be_imported_before_all_others(module: str) -> None:
-    ended = apart("-c", f"import ragged_attention.testing.{module}")
+    ended = run_python("-c", f"import ragged_attention.testing.{module}")
     assert ended.returncode == 0, ended.stderr
 
 

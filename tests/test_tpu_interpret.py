@@ -14,7 +14,7 @@ import pytest
 
 from ragged_attention.calls import CALLS
 from ragged_attention.testing.drawing import PROFILES, examples_of
-from tests.apart import printed
+from tests.processes import printed
 
 pytest.importorskip("jax")
 

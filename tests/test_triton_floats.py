@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tests.apart import printed
+from tests.processes import printed
 from tests.programs.compiled_conversions import every_conversion
 
 assert triton_interpreter.quicken()

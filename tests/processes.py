@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def apart(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """A finished Python process with these arguments, run in the project's root; `variables` extend the environment."""
     environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), environ.get("PYTHONPATH", "")])
@@ -26,7 +26,7 @@ def apart(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]
 
 def printed(*arguments: str, **variables: str) -> str:
     """The standard output of a process that `apart` runs, which must exit with status 0."""
-    done = apart(*arguments, **variables)
+    done = run_python(*arguments, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -41,7 +41,7 @@ def triton_kernels(family: str) -> tuple[int, int]:
 
     This needs no GPU.
     """
-    done = apart("-W", "ignore", "-m", "tests.programs.lowered", family, JAX_PLATFORMS="cpu")
+    done = run_python("-W", "ignore", "-m", "tests.programs.lowered", family, JAX_PLATFORMS="cpu")
     if "import jax_triton" in done.stderr and "ImportError" in done.stderr:
         pytest.skip("jax_triton cannot be imported: it needs a CUDA plugin of jax")
     assert done.returncode == 0, done.stderr
