@@ -25,7 +25,7 @@ def run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 
 def printed(*arguments: str, **variables: str) -> str:
-    """The standard output of a process that `apart` runs, which must exit with status 0."""
+    """The standard output of a process that `run_python` runs, which must exit with status 0."""
     done = run_python(*arguments, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
