@@ -3,10 +3,10 @@
     python -m benchmarks.ptx_faults [--arch sm_90] [--kernel tile_kernel] [--kind TEXT] [--most 4] [--seed N]
 
 One call runs with its PTX unchanged, and then once for each fault: an instruction of the kernel's PTX is dropped or
-changed. Triton's kernels are called for attention over a paged cache, and the CUDA kernels for a batch of `CUDA`. A
-fault is noticed in one of three ways: the emulator reports it, with a right or a wrong result; the emulation cannot
-continue; or nothing is reported, but the result differs from the reference. Some faults remain unnoticed, because some
-barriers and waits do not protect any access of this batch, or of any batch.
+changed. The Triton kernels are called for attention over a paged cache. The CUDA kernels are called for decodes over
+latents, which the table `CUDA` lists. A fault is noticed in one of three ways: the emulator reports it, with a right or
+a wrong result; the emulation cannot continue; or nothing is reported, but the result differs from the reference. Some
+faults remain unnoticed, because some barriers and waits do not protect any access of this batch, or of any batch.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Print a table of all plans."""
+"""Print a table of all plans: the launches of each case, with their work and its cost."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""The plan of the lightning indexer: the logits, then the selection of the largest logits."""
+"""The launches of the lightning indexer and their work: the logits, then the selection of the largest logits."""
 
 import collections
 from collections.abc import Iterator

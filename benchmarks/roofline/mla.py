@@ -1,4 +1,4 @@
-"""The plans of latent attention, on Triton and on CUDA.
+"""The launches of latent attention and their work, on Triton and on CUDA.
 
 The CUDA kernels have no index arithmetic in Python that could be run. So this module repeats how the kernels of both
 backends divide a job.

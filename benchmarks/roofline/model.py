@@ -1,4 +1,4 @@
-"""The parts of a plan: the work of its kernels, and the rates of a GPU."""
+"""The parts of a plan, which is the launches of a case: the work of each kernel, and its time at the rates of a GPU."""
 
 import dataclasses
 from collections.abc import Mapping

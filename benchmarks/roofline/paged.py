@@ -1,4 +1,4 @@
-"""The plans of ragged paged attention, from the keys that each program visits."""
+"""The launches of ragged paged attention and their work, from the keys that each program visits."""
 
 import collections
 import dataclasses

@@ -1,4 +1,4 @@
-"""The plans of ragged attention over latents.
+"""The launches of ragged attention over latents on Triton, and their work.
 
 `ragged_attention.tools.schedule` could find the visited keys, but it runs the index arithmetic of each program, and a
 prompt has thousands of programs. Since that takes seconds, this module repeats how the kernels divide the keys.

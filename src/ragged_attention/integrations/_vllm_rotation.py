@@ -28,7 +28,7 @@ def norm(head_size: int) -> int:
 
 @functools.cache
 def _matrix(size: int, device: torch.device) -> torch.Tensor:
-    """The rotation of `size` columns, f32 [size, size]. A row is multiplied by it from the left.
+    """The rotation of `size` columns, f32 [size, size]: a rotated row is `row @ matrix`.
 
     The signs must be those of vLLM, so that its caches can be read. vLLM draws them on the CPU with this seed. The
     default device is set here, because vLLM loads models with another one.

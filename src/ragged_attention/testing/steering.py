@@ -298,7 +298,7 @@ def _learn(values: Sequence[Any], ask: Ask) -> Steering | None:
 
 
 def _variety(value: Any) -> int:
-    """A score for the variety of lengths in a structure; the search starts from the most varied structure."""
+    """The variety of lengths in a structure; the search starts from the plain form of the structure with the most."""
     lens = [pair for each in lens_of(value).values() for pair in each]
     return len(set(lens)) + 10 * (len({min(q_len, 2) for q_len, _ in lens}) > 1)
 
