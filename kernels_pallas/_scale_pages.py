@@ -92,7 +92,9 @@ def scales_of_part(plan: Any, buffer: Any, slot: Any, part: Any) -> Any:
                 scales = jnp.where(own, jnp.broadcast_to(values, scales.shape), scales)
         registers.append(scales)
     scales, shift = jnp.concatenate(registers, axis=0), lines.stride
-    while shift < lines.width:  # all other lanes of a row are zero; fill them with copies of the scales
+    # In each row, `stride` lanes hold the scales of the row's position, and all other lanes are zero. The sums copy the
+    # scales into the other lanes.
+    while shift < lines.width:
         scales, shift = scales + pltpu.roll(scales, shift, 1), 2 * shift
     return scales
 

@@ -53,8 +53,8 @@ Rows = Callable[[Seen, jax.Array], jax.Array]
 def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Array:
     """`results` [T, ...], with each tile's rows replaced by `rows(seen, logits)`.
 
-    A tile's logits are [size, width], or [size, H, width] if each head has its own; a column is the index of a packed
-    key, even in a relative call, or a position.
+    A tile's logits are [size, width], or [size, H, width] if each head has its own. A column is a position if keys are
+    in pages, else the index of a packed key, even if `call.relative` asks for results that count from each token's start.
     """
     if 0 in (call.num_tokens, call.columns, call.keys.shape[0]):
         return results
