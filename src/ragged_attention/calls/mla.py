@@ -265,6 +265,9 @@ class MlaDecode(LatentPagesCall, LatentCall):
             raise InvalidInput(
                 f"expected sliding_window=None with indices, which select the keys themselves, got {got}"
             )
+        for name, shape in (("page_indices", "S M"), ("kv_lens", "S")):  # unused, but wrong ones hide a mistake
+            if (table := getattr(self, name)) is not None:
+                expect_array(name, table, shape, INT32, sizes)
         expect_list_lens("topk_lens", self.topk_lens, sizes)
         if (self.extra_kv_cache is None) != (self.extra_indices is None):
             absent = "extra_kv_cache" if self.extra_kv_cache is None else "extra_indices"

@@ -324,11 +324,18 @@ class PageIndicesToSlots(Call):
         first = "S" if self.cu_q_lens is None else "T"
         letters = " ".join((first, *(f"N{axis}" for axis in range(1, rank))))
         expect_array("positions", self.positions, letters, INT32, {})
-        expect_array("page_indices", self.page_indices, "S M", INT32, {first: self.num_tokens})
+        expect_array("page_indices", self.page_indices, "S M", INT32, {})
+        num_rows, num_seqs = self.num_tokens, self.page_indices.shape[0]
         if self.cu_q_lens is not None:
-            expect_array("cu_q_lens", self.cu_q_lens, "S+1", INT32, {"S": self.page_indices.shape[0]})
+            expect_array("cu_q_lens", self.cu_q_lens, "S+1", INT32, {"S": num_seqs})
         elif self.num_seqs is not None:
             raise InvalidInput("expected num_seqs only with cu_q_lens, got it alone")
+        elif num_rows != num_seqs:
+            advice = "pass cu_q_lens if positions has the rows of a ragged batch"
+            raise InvalidInput(
+                f"expected page_indices to have a row for each of {num_rows} rows of positions, "
+                f"got {num_seqs}: {advice}"
+            )
 
     @classmethod
     def prepare(cls, arguments: Mapping[str, Any], arrays: Arrays) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class Latent(FrontEnd[Array, Memory]):
                 288 in `fp4_v41` (d_qk 512 in all three); see `quantize_mla_cache`. G may be any number. In torch there
                 may be gaps between pages. The first `d_v` columns are the value.
             page_indices, kv_lens: i32 [S, M] and [S], as in `ragged_paged_attention`, for dense calls, which are those
-                without `indices`; sparse calls ignore both.
+                without `indices`. Sparse calls need neither. As in FlashMLA, they take both and use only the lists.
             indices: i32 [S, Q, N], makes the call sparse (K must be 1): slots `page * G + offset` of the cache for each
                 query token, in any order. A slot outside [0, P * G), such as -1, selects nothing; a slot that is listed
                 twice counts twice.

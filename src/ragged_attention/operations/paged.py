@@ -303,7 +303,9 @@ class Paged(FrontEnd[Array, Memory]):
                 arguments of the caller's own `jax.jit`, which truncates them to int32 before this function sees them. A
                 tuple `(page_indices, kv_lens, cu_q_lens)` stands for those three arguments.
             page_indices, kv_lens, cu_q_lens, num_seqs: those of the attention call, instead of slots: token i of a
-                sequence goes to position `kv_len - q_len + i`. Tokens whose page index is outside [0, P) are skipped.
+                sequence goes to position `kv_len - q_len + i`. Tokens whose page index is outside [0, P) are skipped,
+                and so are padding tokens, which follow the last live sequence. Table entries past `num_seqs` may have
+                any value.
             k_scale, v_scale: the stored value is `k / k_scale`, computed in float32, rounded to nearest even and
                 saturated at the format's largest finite value. A scale is a float whose magnitude is at least the
                 smallest normal float32, or an array [] or [K]. In an array, a number of smaller magnitude counts as 0

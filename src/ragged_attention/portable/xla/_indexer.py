@@ -54,7 +54,7 @@ def over_tiles(call: Any, tile: Tile, results: jax.Array, rows: Rows) -> jax.Arr
     """`results` [T, ...], with each tile's rows replaced by `rows(seen, logits)`.
 
     A tile's logits are [size, width], or [size, H, width] if each head has its own. A column is a position if keys are
-    in pages, else the index of a packed key, even if `call.relative` asks for results that count from each token's start.
+    in pages, else the index of a packed key, even if `call.relative` asks for results that count from a token's start.
     """
     if 0 in (call.num_tokens, call.columns, call.keys.shape[0]):
         return results
