@@ -1317,7 +1317,7 @@ STATIC = [
     slots(InvalidInput, "expected num_seqs between 0 and max_num_seqs=2, got 3", num_seqs=3, cu_q_lens=ints(0, 1, 2)),
     slots(InvalidInput, "expected num_seqs to be int32 of shape [1], got int32[2]", num_seqs=ints(1, 2),
           cu_q_lens=ints(0, 1, 2)),
-    slots(InvalidInput, "expected cu_q_lens.shape to be [S + 1] = [3], got [2]", cu_q_lens=ints(0, 2)),
+    slots(InvalidInput, "expected cu_q_lens.shape to be [S+1] = [3], got [2]", cu_q_lens=ints(0, 2)),
     slots(InvalidInput, "expected cu_q_lens.dtype to be int32, got float32", cu_q_lens=ones(3)),
 ]  # fmt: skip
 

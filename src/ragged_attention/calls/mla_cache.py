@@ -327,7 +327,7 @@ class PageIndicesToSlots(Call):
         expect_array("page_indices", self.page_indices, "S M", INT32, {})
         num_rows, num_seqs = self.num_tokens, self.page_indices.shape[0]
         if self.cu_q_lens is not None:
-            expect_array("cu_q_lens", self.cu_q_lens, "S+1", INT32, {"S": num_seqs})
+            expect_array("cu_q_lens", self.cu_q_lens, "S+1", INT32, {"S+1": num_seqs + 1})
         elif self.num_seqs is not None:
             raise InvalidInput("expected num_seqs only with cu_q_lens, got it alone")
         elif num_rows != num_seqs:
