@@ -165,10 +165,10 @@ def test_what_has_no_gradient_says_so() -> None:
     with pytest.raises(RuntimeError, match="indexer_logits has no gradient with respect to key_scale: expected"):
         rt.indexer_logits(**given, **form | {"key_scale": scale}, backend="eager")
     e4m3 = {"keys": given["keys"].detach().to(torch.float8_e4m3fn)}
-    with pytest.raises(InvalidInput, match=r"expected keys.dtype to be that of q, float32, where a gradient is req"):
+    with pytest.raises(InvalidInput, match=r"expected keys.dtype to be that of q, float32, if a gradient is req"):
         rt.indexer_logits(**given | e4m3, **in_torch("ranges"), backend="eager").sum().backward()
     q = given["q"].detach().to(torch.float8_e4m3fn)
-    with pytest.raises(InvalidInput, match=r"expected q.dtype to be float32 or float16 or bfloat16 where a gradient"):
+    with pytest.raises(InvalidInput, match=r"expected q.dtype to be float32 or float16 or bfloat16 if a gradient is"):
         rt.indexer_logits(q, e4m3["keys"], given["weights"], **in_torch("ranges"), backend="eager").sum().backward()
     tables = {"page_indices": [[0]], "kv_lens": [N], "cu_q_lens": [0, T]}
     pages = {name: torch.tensor(value, dtype=torch.int32) for name, value in tables.items()}

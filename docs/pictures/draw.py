@@ -594,7 +594,7 @@ def speed() -> drawing.Drawing:
     record = measured_on_a_cpu()
     run = record["runs"][-1]
     cases = [case for case in run["cases"] if case["name"] in IN_README]
-    peers = {"one": "vllm", "two": "sglang", "three": "openvino", "four": "ggml", "grey": "sdpa"}
+    peers = {"one": "vllm", "three": "sglang", "two": "openvino", "grey": "ggml", "four": "sdpa"}  # colours as in PEERS
     titles = {"vllm": "vLLM", "sglang": "SGLang", "openvino": "OpenVINO", "ggml": "llama.cpp", "sdpa": "torch SDPA"}
     drawn = drawing.Drawing(
         "Attention on a CPU: time of other libraries divided by ours",
