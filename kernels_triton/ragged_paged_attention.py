@@ -162,8 +162,8 @@ def invariant_tile(call: RaggedPagedAttention) -> Tile:
 def segments_to_split(call: Any, tile: Tile) -> int:
     """The number of segments of a short sequence if each segment has a program; 1 if one program visits all segments.
 
-    One program visits all segments if there are so many sequences that the segments' stored results would take much
-    memory. So many sequences fill the GPU anyway.
+    One program visits all segments if the stored results of all sequences' segments would take much memory. A batch of
+    that many sequences fills the GPU without segments.
     """
     tokens = max(tile.short_rows // call.group, 1)
     keys = max_visible_keys(call, tokens)

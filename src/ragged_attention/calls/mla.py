@@ -212,8 +212,8 @@ class MlaDecode(LatentPagesCall, LatentCall):
 
     q: Any = field(ArrayKind("S Q H D", FLOATS))
     kv_cache: Any = field(CacheKind(unit_stride=True))
-    page_indices: Any = field(ArrayKind(), default=None)
-    kv_lens: Any = field(ArrayKind(), default=None)
+    page_indices: Any = field(ArrayKind("S M", INT32), default=None)
+    kv_lens: Any = field(ArrayKind("S", INT32), default=None)
     indices: Any = field(Lists("S Q N", INT32), default=None)
     d_v: int = field(Integer(), default=512)
     sm_scale: float | None = field(Number(), default=None)
@@ -250,8 +250,6 @@ class MlaDecode(LatentPagesCall, LatentCall):
         for name in ("page_indices", "kv_lens"):
             if getattr(self, name) is None:
                 raise InvalidInput(f"expected {name} with a dense call (one without indices), got None")
-        expect_array("page_indices", self.page_indices, "S M", INT32, sizes)
-        expect_array("kv_lens", self.kv_lens, "S", INT32, sizes)
         for name in ("topk_lens", "extra_kv_cache", "extra_indices", "extra_topk_lens"):
             if getattr(self, name) is not None:
                 raise InvalidInput(f"expected {name} only together with indices, got it without")
@@ -265,9 +263,6 @@ class MlaDecode(LatentPagesCall, LatentCall):
             raise InvalidInput(
                 f"expected sliding_window=None with indices, which select the keys themselves, got {got}"
             )
-        for name, shape in (("page_indices", "S M"), ("kv_lens", "S")):  # unused, but wrong ones hide a mistake
-            if (table := getattr(self, name)) is not None:
-                expect_array(name, table, shape, INT32, sizes)
         expect_list_lens("topk_lens", self.topk_lens, sizes)
         if (self.extra_kv_cache is None) != (self.extra_indices is None):
             absent = "extra_kv_cache" if self.extra_kv_cache is None else "extra_indices"

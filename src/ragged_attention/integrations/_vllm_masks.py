@@ -86,7 +86,7 @@ class StepMasks:
 
     def _placed(self, mask: Mask, ranges: torch.Tensor) -> torch.Tensor:
         tokens, *rest = ranges.shape
-        if tokens > self.most_tokens:  # no captured graph has so many tokens
+        if tokens > self.most_tokens:  # more than in any captured graph
             return ranges
         if (mask, *rest) not in self.places:
             self.places[mask, *rest] = ranges.new_empty(self.most_tokens, *rest)

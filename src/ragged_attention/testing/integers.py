@@ -1,4 +1,4 @@
-"""Meaningless integers for index arrays."""
+"""Meaningless integers for index arrays, and counts of sequences in each form that calls accept."""
 
 from typing import Any
 
@@ -14,6 +14,11 @@ def garbage(rng: np.random.Generator, shape: int | tuple[int, ...], near: int) -
     wild = rng.integers(INT32.min, INT32.max, shape, np.int32, endpoint=True)
     close = rng.integers(-near - 1, near + 2, shape).astype(np.int32)
     return np.select([kind < 2, kind == 2, kind == 3], [close, INT32.max, INT32.min], wild).astype(np.int32)
+
+
+def count_as(form: str, count: int) -> int | NDArray[np.int32] | None:
+    """The number of live sequences in a form of `num_seqs`: "none", "int" or "array"."""
+    return {"none": None, "int": count, "array": np.array([count], np.int32)}[form]
 
 
 def garbage_places(rng: np.random.Generator, num_tokens: int, num_pages: int, page_size: int) -> dict[str, Any]:

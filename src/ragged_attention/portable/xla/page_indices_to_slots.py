@@ -18,11 +18,11 @@ def run(call: PageIndicesToSlots, tile: Any, launch: Any) -> jax.Array:
     num_seqs, pages_per_seq = call.page_indices.shape
     if 0 in (num_seqs, pages_per_seq):
         return jnp.full(positions.shape, -1, jnp.int32)
-    seq, is_live = jnp.arange(call.num_tokens, dtype=jnp.int32), True
+    row = jnp.arange(call.num_tokens, dtype=jnp.int32)
+    seq, to_stop = row, jnp.ones_like(row)
     if call.cu_q_lens is not None:
         seq, to_stop = sequences_of_tokens(call.cu_q_lens, call.num_seqs, call.num_tokens)
-        is_live = jnp.expand_dims(to_stop > 0, axis=tuple(range(1, positions.ndim)))
-    seq = jnp.expand_dims(seq, axis=tuple(range(1, positions.ndim)))
+    seq, is_live = (array.reshape(-1, *(1,) * (positions.ndim - 1)) for array in (seq, to_stop > 0))
     column, offset = positions // page_size, positions % page_size
     listed = is_live & (positions >= 0) & (column < pages_per_seq)
     page = at(call.page_indices, seq, jnp.where(listed, column, 0))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from ragged_attention.reference._indexer import E4M3, planes
 from ragged_attention.reference._kv_layout import sequence_bounds
 from ragged_attention.testing import formats
-from ragged_attention.testing.integers import garbage
+from ragged_attention.testing.integers import count_as, garbage
 from ragged_attention.testing.paged.specs import Arrays, misplaced, unread
 
 BYTES = "uint8"  # the dtype of pages that hold e4m3 values followed by their scales
@@ -362,8 +362,6 @@ class IndexerSpec:
             "page_indices": table,
             "kv_lens": np.array([kv_len for _, kv_len in self.lens] + [0] * spare, np.int32),
             "cu_q_lens": np.array([0, *np.cumsum(q_lens), *[sum(q_lens)] * spare], np.int32),
-            "num_seqs": {"none": None, "int": len(self.lens), "array": np.array([len(self.lens)], np.int32)}[
-                self.count
-            ],
+            "num_seqs": count_as(self.count, len(self.lens)),
             "ratio": self.ratio,
         }

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ragged_attention.testing import formats
-from ragged_attention.testing.integers import INT32, garbage
+from ragged_attention.testing.integers import INT32, count_as, garbage
 from ragged_attention.testing.mla import latents
 from ragged_attention.testing.mla.latents import Cache
 from ragged_attention.testing.mla.specs import AnyLatents, DecodeBatch, LatentArrays, lens_of
@@ -270,7 +270,7 @@ class SlotsSpec:
     q_lens: tuple[int, ...] | None = None
     spare_rows: int = 0
     spare_seqs: int = 0
-    count: str | None = None  # int | array; None passes no `num_seqs`
+    count: str = "none"  # none | int | array
     columns: int = 4
     page_size: int = 3
     wild: bool = True
@@ -283,11 +283,11 @@ class SlotsSpec:
         shape, num_seqs, rows = self.shape, self.shape[0], {}
         if self.q_lens is not None:
             live = len(self.q_lens)
-            num_seqs = live + (self.spare_seqs if self.count else 0)
+            num_seqs = live + (self.spare_seqs if self.count != "none" else 0)
             edges = garbage(rng, (num_seqs + 1,), 50)
             edges[: live + 1] = np.cumsum((0, *self.q_lens))
-            count = {None: None, "int": live, "array": np.array([live], np.int32)}[self.count]
-            shape, rows = (sum(self.q_lens) + self.spare_rows, *shape[1:]), {"cu_q_lens": edges, "num_seqs": count}
+            rows = {"cu_q_lens": edges, "num_seqs": count_as(self.count, live)}
+            shape = (sum(self.q_lens) + self.spare_rows, *shape[1:])
         table = rng.integers(0, 50, (num_seqs, self.columns), np.int32)
         wild = np.where(rng.random(table.shape) < 0.5, garbage(rng, table.shape, 50), -table)
         inside = rng.integers(-1, limit + 2, shape, np.int32)

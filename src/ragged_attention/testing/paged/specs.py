@@ -23,7 +23,7 @@ from ragged_attention.reference.ragged_paged_attention import (
 )
 from ragged_attention.testing import formats
 from ragged_attention.testing.formats import QUANTIZED
-from ragged_attention.testing.integers import INT32, garbage
+from ragged_attention.testing.integers import INT32, count_as, garbage
 from ragged_attention.testing.ranges import ranges_of
 from ragged_attention.testing.selected import Selection, lists_of
 
@@ -485,7 +485,7 @@ class Spec:
         spare = [sum(q_lens)] * self.spare_seqs if self.count != "none" else []
         cu_q_lens = np.array([0, *np.cumsum(q_lens), *spare], np.int32)
         heads = self.num_kv_heads * self.group
-        num_seqs = {"none": None, "int": len(self.lens), "array": np.array([len(self.lens)], np.int32)}[self.count]
+        num_seqs = count_as(self.count, len(self.lens))
         q = rng.standard_normal((sum(q_lens) + self.padding, heads, self.head_dim)) * self.magnitude
         q_dtype = "float8_e4m3fn" if self.q_scales else None
         batch = Batch(

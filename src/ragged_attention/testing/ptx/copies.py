@@ -124,7 +124,7 @@ class Copies(Queue[Copy]):
         mask: Mask,
         line: int,
     ) -> None:
-        """Execute cp.async of `size` bytes. If `source_size` is given, only so many are read, and the rest are 0."""
+        """Execute cp.async of `size` bytes. If given, only `source_size` bytes are read; the rest are 0."""
         lanes = self.lanes.active(mask)
         if not lanes.size:
             return
