@@ -14,7 +14,7 @@ SHORT = ["--device", "cpu", "--steps", "3", "--tokens", "120", "--length", "50"]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return scripts.example("train_packed", monkeypatch)
+    return scripts.training_example("train_packed", monkeypatch)
 
 
 def largest_difference(said: str) -> float:

@@ -12,7 +12,7 @@ SHORT = ["--device", "cpu", "--steps", "12", "--tokens", "150", "--length", "60"
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return scripts.example("train_sparse", monkeypatch)
+    return scripts.training_example("train_sparse", monkeypatch)
 
 
 def difference_in(said: str) -> float:

@@ -12,7 +12,7 @@ SHORT = ["--device", "cpu", "--prompt", "40", "--length", "9", "--answers", "3"]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return scripts.example("train_tree", monkeypatch)
+    return scripts.training_example("train_tree", monkeypatch)
 
 
 def printed_numbers(
