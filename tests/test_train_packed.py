@@ -57,3 +57,11 @@ def test_documents_are_cut_and_fill_a_step(script):
         documents = next(steps)
         assert sorted({len(document) for document in documents}) in ([8, 11], [11], [8])
         assert sum(map(len, documents)) >= 25
+
+
+def test_the_text_is_that_of_pages_and_docstrings(monkeypatch):
+    paragraphs = scripts.example("train_demo", monkeypatch)["corpus"]()
+    assert len(paragraphs) > 1000
+    assert all(paragraph.find("\n") == len(paragraph) - 1 >= 24 for paragraph in paragraphs)
+    assert not [paragraph for paragraph in paragraphs if paragraph.startswith(("|", "```", "<!--"))]
+    assert any("paged KV cache" in paragraph for paragraph in paragraphs)
