@@ -465,8 +465,11 @@ def roofline() -> drawing.Drawing:
     drawn.legend(LEFT + 60, 38, [("one", "bound from plan and code"), ("two", "estimate with waiting")])
     left, most = LEFT + 60, 40.0
     unit = (WIDTH - 100) / math.log2(most)
-    top = 52
-    y = float(top)
+    top, step = 52, 13
+    y, bottom = float(top), top + step * len(rows)
+    for power in range(math.floor(math.log2(most)) + 1):
+        drawn.line(left + power * unit, top - 2, left + power * unit, bottom, "dotted")
+        drawn.text(left + power * unit, bottom + 12, 2**power, "small quiet", "middle")
     bars: dict[str, list[drawing.Box]] = {"one": [], "two": []}
     for row in rows:
         floor = float(row["floor, us"])
@@ -477,13 +480,10 @@ def roofline() -> drawing.Drawing:
         bars["one"].append((left, y, max(ends[0], 1), 9))
         if ends[1] > ends[0]:
             bars["two"].append((left + ends[0], y + 3, ends[1] - ends[0], 3))
-        drawn.text(left + max(ends) + 6, y + 8, f"{bound:.2f}, {waiting:.2f}", "small quiet")
-        y += 13
+        drawn.text(drawn.width - 10, y + 8, f"{bound:.2f}, {waiting:.2f}", "small quiet", "end")
+        y += step
     for kind, boxes in bars.items():
         drawn.boxes(kind, boxes)
-    for power in range(math.floor(math.log2(most)) + 1):
-        drawn.line(left + power * unit, top - 2, left + power * unit, y, "dotted")
-        drawn.text(left + power * unit, y + 12, 2**power, "small quiet", "middle")
     return drawn
 
 
@@ -541,6 +541,8 @@ def seesaw() -> drawing.Drawing:
 
 PEERS = {"one": "vllm", "two": "openvino", "four": "sdpa", "grey": "eager"}
 TITLES = {"vllm": "vLLM", "openvino": "OpenVINO", "sdpa": "SDPA", "eager": "eager"}
+NARROW = 440  # the width of a picture that can be read on a phone, with labels above its rows instead of beside them
+ROW = 28  # the height of a row with its label
 
 
 def measured_on_a_cpu() -> dict[str, Any]:
@@ -555,18 +557,18 @@ def cpu() -> drawing.Drawing:
     drawn = drawing.Drawing(
         "Time of other libraries divided by ours, on a CPU",
         f"Above 1, ours is faster. Measured on {record['cpu']}, torch {record['torch']}, {record['date']}.",
+        NARROW,
     )
-    labels = LEFT + 190
-    drawn.text(10, 20, "Measured: the other library's time divided by ours (above 1, ours is faster)", "head")
-    drawn.legend(labels, 40, [(kind, TITLES[peer]) for kind, peer in PEERS.items()])
-    panel = (WIDTH - 170) / len(runs)
+    drawn.text(10, 20, "Time of others divided by ours (above 1, ours is faster)", "head")
+    drawn.legend(10, 40, [(kind, TITLES[peer]) for kind, peer in PEERS.items()])
+    panel, top = (NARROW - 20) / len(runs), 76.0
     for number, run in enumerate(runs):
-        left = labels + number * panel
+        left = 10 + number * panel
         threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
         drawn.text(left, 62, threads, "small quiet")
-        _draw_ratios(drawn, left, 70, panel - 36, run["cases"])
+        _draw_ratios(drawn, left, top, panel - 16, run["cases"])
     for row, case in enumerate(runs[0]["cases"]):
-        drawn.text(labels - 8, 70 + 14 * row + 9, f"{case['name']}: {case['what']}", "small", "end")
+        drawn.text(10, top + ROW * row + 10, f"{case['name']}: {case['what']}", "small")
     return drawn
 
 
@@ -574,15 +576,16 @@ def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, 
     """Draw the cases from top to bottom, each with a mark for every peer."""
     ratios = [math.log2(case["ratios"][peer]) for case in cases for peer in PEERS.values() if peer in case["ratios"]]
     least, most = math.floor(min(ratios)), math.ceil(max(ratios))
-    unit, bottom = width / (most - least), top + 14 * len(cases)
-    drawn.boxes("faint", [(left, top + 14 * row + 5.5, width, 1) for row in range(len(cases))])
+    unit, bottom = width / (most - least), top + ROW * len(cases)
+    drawn.boxes("faint", [(left, top + ROW * row + 19.5, width, 1) for row in range(len(cases))])
     for kind, peer in PEERS.items():
         rows = [(row, case["ratios"][peer]) for row, case in enumerate(cases) if peer in case["ratios"]]
-        marks = [(left + (math.log2(ratio) - least) * unit, top + 14 * row) for row, ratio in rows]
-        drawn.boxes(kind, [(x - 1.5, y + 1, 3, 10) for x, y in marks])
+        marks = [(left + (math.log2(ratio) - least) * unit, top + ROW * row) for row, ratio in rows]
+        drawn.boxes(kind, [(x - 1.5, y + 14, 3, 11) for x, y in marks])
     for power in range(least, most + 1):
         x = left + (power - least) * unit
-        drawn.line(x, top - 2, x, bottom, "dotted" if power else "line")
+        for row in range(len(cases)):
+            drawn.line(x, top + ROW * row + 14, x, top + ROW * row + 26, "dotted" if power else "line")
         drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
 
 
@@ -600,25 +603,27 @@ def speed() -> drawing.Drawing:
         "Attention on a CPU: time of other libraries divided by ours",
         f"Above 1, ours is faster. {run['threads']} threads of {record['cpu']}, torch {record['torch']}, "
         f"{record['date']}.",
+        NARROW,
     )
-    left, top, width, height = LEFT + 90.0, 62.0, WIDTH - 110.0, 24.0
+    left, top, width, height = 20.0, 56.0, NARROW - 40.0, 34.0
     drawn.text(10, 20, "Attention on a CPU: time of others divided by ours", "head")
-    drawn.legend(left, 40, [(kind, titles[peer]) for kind, peer in peers.items()])
+    drawn.legend(10, 42, [(kind, titles[peer]) for kind, peer in peers.items()])
     powers = [math.log2(case["ratios"][peer]) for case in cases for peer in peers.values() if peer in case["ratios"]]
     least, most = math.floor(min(0.0, *powers)), math.ceil(2 * max(powers)) / 2
     unit, bottom = width / (most - least), top + height * len(cases)
     for power in range(least, math.floor(most) + 1):
         x = left + (power - least) * unit
-        drawn.line(x, top - 6, x, bottom, "dotted" if power else "line")
+        for row in range(len(cases)):
+            drawn.line(x, top + row * height + 14, x, top + row * height + 32, "dotted" if power else "line")
         drawn.text(x, bottom + 14, f"{2.0**power:g}x", "small quiet", "middle")
     for row, case in enumerate(cases):
         y = top + row * height
-        drawn.text(left - 10, y + 12, case["what"].removeprefix("skew: "), "small", "end")
-        drawn.boxes("faint", [(left, y + 7.5, width, 1)])
+        drawn.text(left - 10, y + 10, case["what"].removeprefix("skew: "), "small")
+        drawn.boxes("faint", [(left, y + 22.5, width, 1)])
         for kind, peer in peers.items():
             if ratio := case["ratios"].get(peer):
-                drawn.boxes(kind, [(left + (math.log2(ratio) - least) * unit - 2.5, y, 5, 16)])
-    drawn.text(left, bottom + 32, f"{run['threads']} threads of {record['cpu']}, {record['date']}", "small quiet")
+                drawn.boxes(kind, [(left + (math.log2(ratio) - least) * unit - 2.5, y + 15, 5, 16)])
+    drawn.text(10, bottom + 32, f"{run['threads']} threads of {record['cpu']}, {record['date']}", "small quiet")
     return drawn
 
 

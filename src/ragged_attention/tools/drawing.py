@@ -12,7 +12,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height
 LEFT, WIDTH, RIGHT = 200, 560, 40  # the columns of a picture: labels, boxes, margin
 LIGHT = """
 text { font: 12px system-ui, sans-serif; fill: #24292f } .small { font-size: 10px } .quiet { fill: #57606a }
-.head { font-weight: 600 } .one { fill: #0969da } .two { fill: #bf8700 } .three { fill: #8250df }
+.head { font-weight: 600 } .one { fill: #0969da } .two { fill: #9a6700 } .three { fill: #8250df }
 .four { fill: #1a7f37 } .grey { fill: #8c959f } .faint { fill: #8c959f40 }
 .line { stroke: #57606a; fill: none } .dotted { stroke: #57606a; stroke-dasharray: 3 3 }
 .on { fill: #ffffff; font-size: 10px }
