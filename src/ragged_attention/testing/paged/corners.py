@@ -187,6 +187,7 @@ _SPECS: dict[str, Spec] = {
     "a relative bias of more queries than keys, not causal": Spec(
         lens=((5, 2), (9, 8), (2, 1)), causal=False, bias="own", group=3, poison="nan"
     ),
+    "a relative bias with padding": _plain(bias="own", padding=3, group=2, poison="nan", seed=7),
     "a relative bias over splits": Spec(lens=((1, 700), (3, 600)), page_size=16, bias="own", group=2, seed=1),
     "a relative bias of more rows than a tile": Spec(
         lens=((100, 330),), page_size=16, bias="own", group=2, dtype="bfloat16", seed=4

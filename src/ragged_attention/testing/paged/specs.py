@@ -335,6 +335,14 @@ class Batch(RaggedTables):
         pages = like_pages(self.kv_pages, arrays[:count])
         return self.change(kv_pages=pages, k_scale_pages=k_scales, v_scale_pages=v_scales)
 
+    def poisoned(self, kind: str, seed: int = 0) -> Self:
+        """The batch poisoned as any batch with tables, and with poison in the biases of query heads that see no key."""
+        batch = super().poisoned(kind, seed)
+        if self.relative_bias is None or self.relative_bias.ndim == 2:
+            return batch
+        poison = formats.poison(kind, "float32", self.relative_bias.shape, np.random.default_rng(seed + 1))
+        return batch.change(relative_bias=np.where(self.fully_masked()[..., None], poison, self.relative_bias))
+
     def pages_poisoned(self, kind: str, unread: NDArray[np.bool_], rng: np.random.Generator) -> list[NDArray[Any]]:
         arrays, count = [pages.copy() for pages in self.pages], len(pages_of(self.kv_pages))
         for original, pages in zip(pages_of(self.kv_pages), arrays, strict=False):
