@@ -584,8 +584,8 @@ def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, 
         drawn.boxes(kind, [(x - 1.5, y + 14, 3, 11) for x, y in marks])
     for power in range(least, most + 1):
         x = left + (power - least) * unit
-        for row in range(len(cases)):
-            drawn.line(x, top + ROW * row + 14, x, top + ROW * row + 26, "dotted" if power else "line")
+        dashes = f"3 3 3 3 3 {ROW - 15}" if power else f"15 {ROW - 15}"  # none through the labels
+        drawn.line(x, top + 12, x, bottom - 1, "line", dashes)
         drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
 
 
@@ -613,8 +613,8 @@ def speed() -> drawing.Drawing:
     unit, bottom = width / (most - least), top + height * len(cases)
     for power in range(least, math.floor(most) + 1):
         x = left + (power - least) * unit
-        for row in range(len(cases)):
-            drawn.line(x, top + row * height + 14, x, top + row * height + 32, "dotted" if power else "line")
+        dashes = f"3 3 3 3 3 3 3 {height - 21:g}" if power else f"21 {height - 21:g}"  # none through the labels
+        drawn.line(x, top + 12, x, bottom - 1, "line", dashes)
         drawn.text(x, bottom + 14, f"{2.0**power:g}x", "small quiet", "middle")
     for row, case in enumerate(cases):
         y = top + row * height

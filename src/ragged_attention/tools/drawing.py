@@ -54,9 +54,11 @@ class Drawing:
         if path:
             self.marks.append(f'<path class="{kind}" d="{path}"/>')
 
-    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> None:
+    def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "line", dashes: str = "") -> None:
+        """Draw a line; `dashes` has the lengths of its dashes and gaps, which replace those of the kind."""
         ends = f'x1="{number(x1)}" y1="{number(y1)}" x2="{number(x2)}" y2="{number(y2)}"'
-        self.marks.append(f'<line class="{kind}" {ends}/>')
+        style = f' style="stroke-dasharray: {dashes}"' if dashes else ""
+        self.marks.append(f'<line class="{kind}" {ends}{style}/>')
         self.height = max(self.height, y1 + 6, y2 + 6)
 
     def legend(self, x: float, y: float, entries: Iterable[tuple[str, str]]) -> None:
