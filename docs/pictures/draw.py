@@ -566,27 +566,29 @@ def cpu() -> drawing.Drawing:
         left = 10 + number * panel
         threads = "one thread" if run["threads"] == 1 else f"{run['threads']} threads"
         drawn.text(left, 62, threads, "small quiet")
-        _draw_ratios(drawn, left, top, panel - 16, run["cases"])
+        _draw_ratios(drawn, left, top, panel - 16, run["cases"], PEERS)
     for row, case in enumerate(runs[0]["cases"]):
         drawn.text(10, top + ROW * row + 10, f"{case['name']}: {case['what']}", "small")
     return drawn
 
 
-def _draw_ratios(drawn: drawing.Drawing, left: float, top: float, width: float, cases: list[dict[str, Any]]) -> None:
-    """Draw the cases from top to bottom, each with a mark for every peer."""
-    ratios = [math.log2(case["ratios"][peer]) for case in cases for peer in PEERS.values() if peer in case["ratios"]]
-    least, most = math.floor(min(ratios)), math.ceil(max(ratios))
+def _draw_ratios(
+    drawn: drawing.Drawing, left: float, top: float, width: float, cases: list[dict[str, Any]], peers: dict[str, str]
+) -> None:
+    """Draw the cases from top to bottom, below the space for their labels, each with a mark for every peer."""
+    ratios = [math.log2(case["ratios"][peer]) for case in cases for peer in peers.values() if peer in case["ratios"]]
+    least, most = math.floor(min(0.0, *ratios)), math.ceil(2 * max(ratios)) / 2
     unit, bottom = width / (most - least), top + ROW * len(cases)
     drawn.boxes("faint", [(left, top + ROW * row + 19.5, width, 1) for row in range(len(cases))])
-    for kind, peer in PEERS.items():
+    for kind, peer in peers.items():
         rows = [(row, case["ratios"][peer]) for row, case in enumerate(cases) if peer in case["ratios"]]
         marks = [(left + (math.log2(ratio) - least) * unit, top + ROW * row) for row, ratio in rows]
         drawn.boxes(kind, [(x - 1.5, y + 14, 3, 11) for x, y in marks])
-    for power in range(least, most + 1):
+    for power in range(least, math.floor(most) + 1):
         x = left + (power - least) * unit
         dashes = f"3 3 3 3 3 {ROW - 15}" if power else f"15 {ROW - 15}"  # none through the labels
         drawn.line(x, top + 12, x, bottom - 1, "line", dashes)
-        drawn.text(x, bottom + 12, f"{2.0**power:g}", "small quiet", "middle")
+        drawn.text(x, bottom + 12, f"{2.0**power:g}x", "small quiet", "middle")
 
 
 IN_README = ("C2", "C4b", "C5", "C5b", "C7b", "C8", "C8b")  # the cases of the README's picture
@@ -605,25 +607,14 @@ def speed() -> drawing.Drawing:
         f"{record['date']}.",
         NARROW,
     )
-    left, top, width, height = 20.0, 56.0, NARROW - 40.0, 34.0
+    top = 56.0
     drawn.text(10, 20, "Attention on a CPU: time of others divided by ours", "head")
     drawn.legend(10, 42, [(kind, titles[peer]) for kind, peer in peers.items()])
-    powers = [math.log2(case["ratios"][peer]) for case in cases for peer in peers.values() if peer in case["ratios"]]
-    least, most = math.floor(min(0.0, *powers)), math.ceil(2 * max(powers)) / 2
-    unit, bottom = width / (most - least), top + height * len(cases)
-    for power in range(least, math.floor(most) + 1):
-        x = left + (power - least) * unit
-        dashes = f"3 3 3 3 3 3 3 {height - 21:g}" if power else f"21 {height - 21:g}"  # none through the labels
-        drawn.line(x, top + 12, x, bottom - 1, "line", dashes)
-        drawn.text(x, bottom + 14, f"{2.0**power:g}x", "small quiet", "middle")
+    _draw_ratios(drawn, 20, top, NARROW - 40, cases, peers)
     for row, case in enumerate(cases):
-        y = top + row * height
-        drawn.text(left - 10, y + 10, case["what"].removeprefix("skew: "), "small")
-        drawn.boxes("faint", [(left, y + 22.5, width, 1)])
-        for kind, peer in peers.items():
-            if ratio := case["ratios"].get(peer):
-                drawn.boxes(kind, [(left + (math.log2(ratio) - least) * unit - 2.5, y + 15, 5, 16)])
-    drawn.text(10, bottom + 32, f"{run['threads']} threads of {record['cpu']}, {record['date']}", "small quiet")
+        drawn.text(10, top + ROW * row + 10, case["what"].removeprefix("skew: "), "small")
+    measured = f"{run['threads']} threads of {record['cpu']}, {record['date']}"
+    drawn.text(10, top + ROW * len(cases) + 32, measured, "small quiet")
     return drawn
 
 
